@@ -26,7 +26,7 @@ from typing import Any
 
 import head
 import numpy as np
-import step_time as steps
+import profile_steps as steps
 from common.measure import finish, python_us
 
 from draftproof import LLM

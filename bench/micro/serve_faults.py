@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable
 from glob import glob
 from typing import Any
 
-from common.known_requests import STREAMS, bodies, expectations, invalid_request, tokens_of
+from common.fault_requests import STREAMS, bodies, expectations, invalid_request, tokens_of
 from common.measure import finish
 from common.server_process import NGRAM, Program, Reply, ask, get, num_files, request_bytes, rss_mib, served
 

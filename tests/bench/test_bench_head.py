@@ -1,4 +1,4 @@
-"""bench/head.py and bench/replay.py on a small model: they finish in time with valid figures."""
+"""bench/head.py and bench/simulate_policy.py on a small model: they finish in time with valid figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import head
 import pytest
-import replay
+import simulate_policy
 
 import heads
 import tiny
@@ -92,10 +92,10 @@ def test_kv_memory_is_bounded_by_the_batch(bench: Any) -> None:
 
 @pytest.mark.parametrize("machine", ["cpu", "h200"])
 def test_replay_uses_step_times_of_a_table(bench: Any, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "LLM", tiny_llm)
+    monkeypatch.setattr(simulate_policy, "LLM", tiny_llm)
     given = ["--prompts", "none", "--tokens", "24", "--max-len", "64", "--methods", "eagle3,suffix,hybrid"]
-    options = replay.parsed(["hybrid", *given, "--head", heads.head("eagle3", "llama", "bfloat16")])
-    found = replay.replay(machine, options)["a"]
+    options = simulate_policy.parsed(["hybrid", *given, "--head", heads.head("eagle3", "llama", "bfloat16")])
+    found = simulate_policy.replay(machine, options)["a"]
     assert found["hybrid over the best other"] > 0.5
     assert found["suffix"]["rounds"] == 0 < found["eagle3"]["rounds"]
     assert found["hybrid"]["rounds"] < 4  # half of the rounds, or stopped early: the head is random

@@ -19,16 +19,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from draftproof.errors import ConfigError, LoadError
+from draftproof.models import expected_tensors as model_tensors
 from draftproof.models import hub, load
-from draftproof.models import weights as model_tensors
 from draftproof.models.config import ModelConfig, RopeScaling
+from draftproof.models.expected_tensors import dummy_tensors
 from draftproof.models.gguf import weight_cache
 from draftproof.models.gguf.file import read_gguf
 from draftproof.models.gguf.llama import config_from_gguf
 from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.registry import expected_tensors
 from draftproof.models.rope import inverse_frequencies, pairs_to_halves, qk_to_halves
-from draftproof.models.weights import dummy_tensors
 from gguf_files import CAN_QUANTISE, K_TYPES, gguf_name, write_gguf
 
 SIZES: dict[str, Any] = {

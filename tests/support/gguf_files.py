@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftproof.models.config import ModelConfig
-from draftproof.models.weights import dummy_tensors
+from draftproof.models.expected_tensors import dummy_tensors
 
 NAMES = {
     "model.embed_tokens.": "token_embd.",

@@ -16,7 +16,7 @@ from torch import Tensor
 import tiny
 from draftproof.models.config import ModelConfig
 from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
-from draftproof.models.weights import dummy_tensors
+from draftproof.models.expected_tensors import dummy_tensors
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 

@@ -20,7 +20,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[
     """Make the backend use the simulated GPU; return launched kernels and compiled functions."""
     from triton.runtime.jit import JITFunction
 
-    from draftproof.ops.triton import compile_ahead, graphs, runtime
+    from draftproof.ops.triton import compile_ahead, graphs, kernel_utils
 
     kernels: list[str] = []
     gone_through: list[Callable[[], object]] = []
@@ -36,8 +36,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[
         return source if target is None else target.copy_(source)
 
     for owner, name, value in (
-        (runtime, "check_device", lambda device: None),
-        (runtime, "_usable", lambda name, x, dtypes: x),
+        (kernel_utils, "check_device", lambda device: None),
+        (kernel_utils, "_usable", lambda name, x, dtypes: x),
         (JITFunction, "run", lambda self, *a, **k: kernels.append(self.fn.__name__)),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),

@@ -32,7 +32,7 @@ from draftproof.ops.triton.attention import prefill, worklist
 from draftproof.ops.triton.attention import splitkv as attention_kernels
 from draftproof.ops.triton.gemm import dense, fused, tiles
 from draftproof.ops.triton.gemm.tiles import Tile
-from draftproof.ops.triton.sampling import top_p, topk
+from draftproof.ops.triton.sampling import topk, topk_topp
 from draftproof.train.model import loss
 from opcheck import Paged, assert_close, bits
 
@@ -464,7 +464,7 @@ def logsumexp() -> None:
 
 @check
 def truncate() -> None:
-    top_p.BLOCK, top_p.GROUP, top_p.TOP_P_MIN = 128, 8, 6  # two blocks a row
+    topk_topp.BLOCK, topk_topp.GROUP, topk_topp.TOP_P_MIN = 128, 8, 6  # two blocks a row
     choices = [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (9, 0.8, 0.02), (1, 1.0, 0.0)]
     choices += [(200, 0.5, 0.0), (0, 0.999, 0.0), (3, 0.99, 0.0), (0, 1e-9, 0.0), (70, 0.9, 0.0)]
     choices += [(149, 1.0, 0.0)]
@@ -472,7 +472,7 @@ def truncate() -> None:
         scaled = rows_of(12, vocab)
         picked = list(choices)
         for turn in range(3):
-            top_p.MAX_KEYS = 2048 if turn == 1 else 16  # by bisection, or with many ties by bins and digits
+            topk_topp.MAX_KEYS = 2048 if turn == 1 else 16  # bisection, or bins and digits for many ties
             picked = picked[turn:] + picked[:turn]
             k, p, m = (torch.tensor(list(column)) for column in zip(*picked, strict=True))
             got, want = ops.sampling.truncate(scaled, k, p, m), ref.sampling.truncate(scaled, k, p, m)

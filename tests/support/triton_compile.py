@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from draftproof.models.layers import run_layers
 from draftproof.ops import Attention, AttentionShape, Layer, Mlp, Rows
 from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions
-from draftproof.ops.triton import runtime
+from draftproof.ops.triton import kernel_utils
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.graphs import TritonRuntime
@@ -185,8 +185,8 @@ def all_layers(
 
 
 def main() -> None:
-    runtime.check_device = lambda device: None
-    runtime._usable = lambda name, x, dtypes: x
+    kernel_utils.check_device = lambda device: None
+    kernel_utils._usable = lambda name, x, dtypes: x
     small = AttentionShape(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
     large = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
     sliding = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=4096)

@@ -15,7 +15,7 @@ import tiny
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.grammar import compiler as text_grammar
-from draftproof.text.grammar.json_schema import not_enforced
+from draftproof.text.grammar.json_schema_check import not_enforced
 from draftproof.verify.grammar_guide import is_set
 from grammars import EOS, TINY
 

@@ -20,7 +20,7 @@ from draftproof.structured_outputs import MAX_SOURCE_CHARS, StructuredOutputs
 from draftproof.text.grammar import compiler as text_grammar
 from draftproof.text.grammar import worker
 from draftproof.text.grammar.compiler import GrammarCompiler
-from draftproof.text.grammar.json_schema import not_enforced
+from draftproof.text.grammar.json_schema_check import not_enforced
 from draftproof.text.grammar.process import GrammarProcess
 from draftproof.text.grammar.reasoning import ReasoningEnd
 from grammars import EOS, TINY

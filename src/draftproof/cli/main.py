@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftproof import __version__
-from draftproof.cli import chat, generate, info, serve, simulate, train
+from draftproof.cli import chat, generate, model_info, serve, simulate, train
 from draftproof.errors import DraftproofError, nearest
 
 COMMANDS = {
@@ -20,7 +20,7 @@ COMMANDS = {
     "chat": (chat, "chat with a model in the terminal"),
     "train": (train, "train a draft head for a model"),
     "simulate": (simulate, "estimate the gain of a proposer on recorded outputs"),
-    "info": (info, "describe a model without loading its weights"),
+    "info": (model_info, "describe a model without loading its weights"),
 }
 
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from draftproof.arrays import Ints
-from draftproof.engine.drafting.host_proposer import ProposerHooks
+from draftproof.array_types import Ints
+from draftproof.engine.drafting.proposer_inputs import ProposerHooks
 from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Sequence, StepPlan

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from draftproof.arrays import Bools, Ints
-from draftproof.engine.drafting.host_proposer import ProposerHooks
+from draftproof.array_types import Bools, Ints
+from draftproof.engine.drafting.proposer_inputs import ProposerHooks
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.slots import Slots

@@ -22,7 +22,7 @@ import time
 
 import numpy as np
 
-from draftproof.arrays import Bools, Ints
+from draftproof.array_types import Bools, Ints
 from draftproof.engine.drafting.policy import DraftPolicy
 from draftproof.engine.page_pool import Pages
 from draftproof.engine.request_queue import EXTRA_PAGES, RequestQueue

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftproof.arrays import Bools, Ints
+from draftproof.array_types import Bools, Ints
 from draftproof.metrics import RequestStats
 from draftproof.types import LogprobKind, Request
 from draftproof.verify.grammar_guide import GrammarGuide

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from draftproof.models.config import ModelConfig
+from draftproof.models.expected_tensors import dense_tensor_shapes
 from draftproof.models.hf_config import dense_config_from_hf
 from draftproof.models.layers import run_layers
 from draftproof.models.rope import rope_table
 from draftproof.models.weight_formats import FloatWeight, WeightPacker, WeightTensor, pack_weight
-from draftproof.models.weights import dense_tensor_shapes
 from draftproof.ops import Attention, AttentionShape, KVLayout, Layer, Mlp, Ops, Rows
 
 

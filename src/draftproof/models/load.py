@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError, nearest
 from draftproof.models.config import ModelConfig, read_json
+from draftproof.models.expected_tensors import check_shapes, dummy_tensors, is_ignored, split_draft_tensors
 from draftproof.models.gguf.file import is_gguf, read_gguf
 from draftproof.models.gguf.llama import config_from_gguf, gguf_tensors
 from draftproof.models.gguf.weight_cache import read_unpacked, unpacked_path, write_unpacked
@@ -25,7 +26,6 @@ from draftproof.models.registry import config_from_hf, expected_tensors
 from draftproof.models.rope import qk_to_halves
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
 from draftproof.models.weight_formats import FloatWeight, WeightTensor, dequantize_all
-from draftproof.models.weights import check_shapes, dummy_tensors, is_ignored, split_draft_tensors
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 from draftproof.errors import ConfigError, nearest
 from draftproof.models.config import ModelConfig
 from draftproof.ops.contract.draft_search import (

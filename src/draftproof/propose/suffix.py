@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 from draftproof.models.config import ModelConfig
 from draftproof.ops.contract.draft_search import SuffixOptions
 from draftproof.propose.base import DeviceProposer, ProposerEnv

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 from draftproof.numba_jit import native
 from draftproof.ops import Ops, PendingCopy
 from draftproof.ops.contract import draft_search

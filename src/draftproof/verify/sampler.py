@@ -16,9 +16,9 @@ from torch import Tensor
 from draftproof.ops import Ops
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import Choice, FinishStatus, Request, StepFeatures, Windows
-from draftproof.verify.accept_policy import apply_policy
 from draftproof.verify.base import Scores, Strategy
 from draftproof.verify.logits_processing import process
+from draftproof.verify.synthetic_acceptance import apply_policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 
 MIN_DRAFTS = 2000  # verified drafts of a source before its acceptance is checked
 MIN_ACCEPTANCE = 0.02

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 from draftproof.engine.drafting import budget_kernels
 from draftproof.engine.drafting.budget_kernels import ASSIGNED, COLUMNS, IS_FIXED, LIMIT, PROBE_LENGTH, RATES
 from draftproof.engine.drafting.step_cost import StepCost

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 from draftproof.numba_jit import native
 from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.arrays import Bools, Ints
+from draftproof.array_types import Bools, Ints
 from draftproof.engine.drafting.acceptance_warning import AcceptanceWarning
 from draftproof.engine.drafting.budget import DraftBudget
 from draftproof.engine.drafting.run_ahead import RunAhead, StepTimes

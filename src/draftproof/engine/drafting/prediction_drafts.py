@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.step.device_step import DeviceStep

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 from draftproof.engine.drafting.device_proposer import DraftRunner, check_draft
 from draftproof.engine.drafting.policy import DraftDecision, DraftRun
 from draftproof.engine.sequence import StepPlan

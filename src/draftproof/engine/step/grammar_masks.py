@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from draftproof.arrays import Bools, Ints
+from draftproof.array_types import Bools, Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.device_step import DeviceStep

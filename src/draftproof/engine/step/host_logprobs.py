@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 from draftproof.engine.step.device_step import DeviceStep, PendingStep
 from draftproof.engine.step.result_buffer import HostResults
 from draftproof.engine.step.step_results import HostLogprobs, needs_host_token_logprobs

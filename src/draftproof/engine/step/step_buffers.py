@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import ALIGN, Slots
 from draftproof.engine.step.result_buffer import PackedResults, buffer_bytes

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.arrays import Floats32, Ints
+from draftproof.array_types import Floats32, Ints
 from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
 from draftproof.outputs import DraftRecord, FinishReason, LogprobRow
 from draftproof.sampling_params import SamplingParams, top_of

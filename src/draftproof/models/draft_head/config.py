@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, RopeScaling
-from draftproof.models.weights import linear_shapes
+from draftproof.models.expected_tensors import linear_shapes
 from draftproof.ops import KVLayout
 
 FEATURES = ("aux", "last", "last_normed")

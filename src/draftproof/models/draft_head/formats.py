@@ -16,11 +16,11 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, read_json
 from draftproof.models.draft_head.config import LAYER_SIZES, DraftHeadConfig, TargetIdentity
+from draftproof.models.expected_tensors import check_shapes, split_draft_tensors
 from draftproof.models.hub import find_model
 from draftproof.models.registry import config_from_hf
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
 from draftproof.models.weight_formats import WeightTensor, read_weights
-from draftproof.models.weights import check_shapes, split_draft_tensors
 
 # Defaults of transformers: `speculators` stores only the values that differ from them.
 _COMMON_DEFAULTS = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}

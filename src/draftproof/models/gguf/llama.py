@@ -14,10 +14,10 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, RopeScaling, check_num_layers
+from draftproof.models.expected_tensors import check_shapes
 from draftproof.models.gguf.file import TYPES, GGUFFile, check_types, dequantize, end_token_ids
 from draftproof.models.registry import expected_tensors
 from draftproof.models.rope import qk_to_halves
-from draftproof.models.weights import check_shapes
 
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

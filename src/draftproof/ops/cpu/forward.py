@@ -9,9 +9,9 @@ from draftproof.errors import ConfigError
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.types import Attention, AttentionShape
 from draftproof.ops.cpu import elementwise
+from draftproof.ops.cpu.argument_checks import check_cache, check_ints, check_rows, check_tensor, is_bf16
 from draftproof.ops.cpu.attention import driver
 from draftproof.ops.cpu.attention import fma as attention_parts
-from draftproof.ops.cpu.checks import check_cache, check_ints, check_rows, check_tensor, is_bf16
 from draftproof.ops.cpu.executor import SINGLE_THREAD_ELEMENTS, Executor
 from draftproof.ops.cpu.gemm.formats import CpuFeatures, PackedLinear, pack, select_gemm
 from draftproof.ops.cpu.jit.huge_pages import WeightMemory

@@ -17,7 +17,7 @@ from draftproof.ops.contract.backend import Ops
 try:
     import triton  # noqa: F401
 
-    from draftproof.ops.triton import runtime
+    from draftproof.ops.triton import kernel_utils
     from draftproof.ops.triton.draft_rounds import TritonRounds
     from draftproof.ops.triton.draft_search import TritonSearch
     from draftproof.ops.triton.forward import TritonForward
@@ -63,9 +63,9 @@ class TritonOps(Ops):
     ) -> None:
         if MISSING:
             raise ConfigError(f"cannot load the triton backend: {MISSING}")
-        runtime.check_device(device)
+        kernel_utils.check_device(device)
         super().__init__(device, numerics)
-        self.launch = launch = runtime.LaunchContext(device, pdl)
+        self.launch = launch = kernel_utils.LaunchContext(device, pdl)
         mode: Mode = cublas or ("fast" if numerics == "fast" else "proven")
         self.forward = TritonForward(launch, mode if launch.cuda else "never", one_launch)
         self.sampling = TritonSampling(launch)
@@ -75,4 +75,4 @@ class TritonOps(Ops):
         self.runtime = TritonRuntime(launch, self.forward.tuner)
         if launch.cuda and (os.environ.get("DRAFTPROOF_DEBUG", "0") == "1" if debug is None else debug):
             for family in (self.forward, self.sampling, self.step, self.search, self.rounds):
-                runtime.wait_after_ops(family, device)
+                kernel_utils.wait_after_ops(family, device)

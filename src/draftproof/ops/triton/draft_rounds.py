@@ -13,9 +13,9 @@ from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.sampling import SamplingOps
 from draftproof.ops.torch.draft_rounds import TorchRounds
-from draftproof.ops.triton import runtime
+from draftproof.ops.triton import kernel_utils
 from draftproof.ops.triton.gemm.lm_head_sample import LmHeadSample
-from draftproof.ops.triton.runtime import check_columns, launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.kernel_utils import check_columns, launch_options, next_power_of_two, pdl_sync
 from draftproof.types import DeviceBatch, Rows, SlotColumns, Windows
 
 BLOCK = 512  # rows of a program, and rows that one step of the search for entries reads
@@ -105,7 +105,9 @@ def plan_draft_rows_kernel(
 class TritonRounds(TorchRounds):
     """Draft-round ops in one launch each."""
 
-    def __init__(self, launch: runtime.LaunchContext, forward: ForwardOps, sampling: SamplingOps) -> None:
+    def __init__(
+        self, launch: kernel_utils.LaunchContext, forward: ForwardOps, sampling: SamplingOps
+    ) -> None:
         super().__init__(forward, sampling)
         self._launch = launch
         self._lm_head_sample = LmHeadSample(launch.device)
@@ -149,11 +151,11 @@ class TritonRounds(TorchRounds):
     ) -> Tensor:  # fmt: skip
         if draft_prob is not None or not self._lm_head_sample.supports(x, len(out), packed):
             return super().lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, draft_prob)
-        x = runtime.matrix("x", x, packed.weight.shape[1], (packed.weight.dtype,))
-        norm = runtime.vector("norm", norm, x.shape[1], (x.dtype,))
+        x = kernel_utils.matrix("x", x, packed.weight.shape[1], (packed.weight.dtype,))
+        norm = kernel_utils.vector("norm", norm, x.shape[1], (x.dtype,))
         columns = [out, windows.slot, windows.position, *([] if at is None else [at])]
         check_columns("the sampled rows", columns, len(out) if at is not None else len(x))
         if ids is not None:
-            ids = runtime.vector("ids", ids, len(packed.weight), runtime.INTS)
+            ids = kernel_utils.vector("ids", ids, len(packed.weight), kernel_utils.INTS)
         pdl = self._launch.early(out)
         return self._lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, pdl)

@@ -18,7 +18,7 @@ from draftproof.ops.contract.draft_search import (
     SuffixPool,
 )
 from draftproof.ops.triton import draft_search_kernels as kernels
-from draftproof.ops.triton.runtime import LaunchContext, check_columns, launch_options, next_power_of_two
+from draftproof.ops.triton.kernel_utils import LaunchContext, check_columns, launch_options, next_power_of_two
 from draftproof.types import DeviceBatch
 
 

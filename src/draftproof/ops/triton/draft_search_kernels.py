@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from draftproof.ops.contract import draft_search
-from draftproof.ops.triton.runtime import pdl_sync
+from draftproof.ops.triton.kernel_utils import pdl_sync
 
 BLOCK = 2048  # positions of the text that are compared at a time
 NUM_LANES = tl.constexpr(16)  # matches that are extended: own text in the first half, pool in the second

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 
 MULTI_ROW_MIN_ROWS = 256  # above it a program takes several rows, to hide the latency of memory
 ROWS_PER_PROGRAM = 4  # at most

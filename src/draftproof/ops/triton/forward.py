@@ -12,7 +12,7 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.types import Attention, AttentionShape, Layer
-from draftproof.ops.triton import elementwise, runtime
+from draftproof.ops.triton import elementwise, kernel_utils
 from draftproof.ops.triton import rope as rope_kernels
 from draftproof.ops.triton.attention import prefill, splitkv
 from draftproof.ops.triton.fused import layers as fused_kernel
@@ -23,7 +23,7 @@ from draftproof.ops.triton.gemm.select import Epilogue, GemmSelector, supports_f
 from draftproof.ops.triton.gemm.tile_cache import initial_tiles
 from draftproof.ops.triton.gemm.tiles import TileTable
 from draftproof.ops.triton.gemm.weight import PackedLinear, check_input, pack
-from draftproof.ops.triton.runtime import FP32, INTS, LaunchContext, check_rows
+from draftproof.ops.triton.kernel_utils import FP32, INTS, LaunchContext, check_rows
 from draftproof.types import Rows
 
 
@@ -62,24 +62,24 @@ class TritonForward(ForwardOps):
         return out
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
-        tokens, table = runtime.vector("tokens", tokens, None, INTS), runtime.matrix("table", table)
+        tokens, table = kernel_utils.vector("tokens", tokens, None, INTS), kernel_utils.matrix("table", table)
         return elementwise.embed(tokens, table, self._launch.early(tokens))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = runtime.matrix("x", x)
-        weight = runtime.vector("weight", weight, x.shape[1], (x.dtype,))
+        x = kernel_utils.matrix("x", x)
+        weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
         return elementwise.rms_norm(x, weight, eps, self._launch.early(x))
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x = runtime.matrix("x", x)
-        residual = runtime.matrix("residual", residual, x.shape[1], (x.dtype,))
-        weight = runtime.vector("weight", weight, x.shape[1], (x.dtype,))
+        x = kernel_utils.matrix("x", x)
+        residual = kernel_utils.matrix("residual", residual, x.shape[1], (x.dtype,))
+        weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
         if len(residual) != len(x):
             raise ConfigError(f"x has {len(x)} rows, residual {len(residual)}")
         return elementwise.add_rms_norm(x, residual, weight, eps, self._launch.early(x))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate_up = runtime.matrix("gate_up", gate_up)
+        gate_up = kernel_utils.matrix("gate_up", gate_up)
         if gate_up.shape[1] % 2:
             raise ConfigError(f"gate_up must have an even number of columns, not {gate_up.shape[1]}")
         return elementwise.silu_mul(gate_up, self._launch.early(gate_up))
@@ -88,8 +88,8 @@ class TritonForward(ForwardOps):
         self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
     ) -> Tensor:
         heads = attention.heads
-        qkv = runtime.matrix("qkv", qkv, (heads.num_q + 2 * heads.num_kv) * heads.dim)
-        rope = runtime.matrix("rope", rope, heads.dim, FP32)
+        qkv = kernel_utils.matrix("qkv", qkv, (heads.num_q + 2 * heads.num_kv) * heads.dim)
+        rope = kernel_utils.matrix("rope", rope, heads.dim, FP32)
         check_rows(rows, len(qkv), heads, cache, qkv.dtype)
         return rope_kernels.rope_store(qkv, rows, attention, rope, cache, eps, self._launch.early(qkv))
 
@@ -102,7 +102,7 @@ class TritonForward(ForwardOps):
         if has_norms or not supports_fused(packed, len(x), epilogue, heads.dim):
             return run_separate()
         x, _ = check_input(x, packed, None)
-        rope = runtime.matrix("rope", rope, heads.dim, FP32)
+        rope = kernel_utils.matrix("rope", rope, heads.dim, FP32)
         check_rows(rows, len(x), heads, cache, x.dtype)
         if len(packed.weight) != (heads.num_q + 2 * heads.num_kv) * heads.dim:
             raise ConfigError(f"a weight of {len(packed.weight)} columns for {heads}")
@@ -123,7 +123,7 @@ class TritonForward(ForwardOps):
         return self.selector.run_epilogue(packed, x, epilogue, 0, run_fused, run_separate, pdl)
 
     def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
-        q = runtime.matrix("q", q, heads.num_q * heads.dim)
+        q = kernel_utils.matrix("q", q, heads.num_q * heads.dim)
         check_rows(rows, len(q), heads, cache, q.dtype)
         out = torch.empty_like(q)
         if len(q):
@@ -143,8 +143,8 @@ class TritonForward(ForwardOps):
         eps: float, taps: Sequence[int], embedding: Tensor | None,
     ) -> tuple[Tensor, ...] | None:  # fmt: skip
         """Run all layers in one launch if the fused kernel supports them; see `FusedLayers`."""
-        residual = runtime.matrix("residual", residual)
-        rope = runtime.matrix("rope", rope, None, FP32)
+        residual = kernel_utils.matrix("residual", residual)
+        rope = kernel_utils.matrix("rope", rope, None, FP32)
         if not self.one_launch or not self._fused_layers.supports(residual, layers):
             return None
         for layer, cache in zip(layers, caches, strict=True):
@@ -155,8 +155,8 @@ class TritonForward(ForwardOps):
     def embed_norm_concat(
         self, tokens: Tensor, table: Tensor, token_norm: Tensor, residual: Tensor, norm: Tensor, eps: float
     ) -> Tensor:
-        residual, table = runtime.matrix("residual", residual), runtime.matrix("embedding", table)
+        residual, table = kernel_utils.matrix("residual", residual), kernel_utils.matrix("embedding", table)
         width, kind = residual.shape[1], (residual.dtype,)
-        norms = [runtime.vector("norm", weight, width, kind) for weight in (token_norm, norm)]
-        tokens = runtime.vector("tokens", tokens, len(residual), INTS)
+        norms = [kernel_utils.vector("norm", weight, width, kind) for weight in (token_norm, norm)]
+        tokens = kernel_utils.vector("tokens", tokens, len(residual), INTS)
         return elementwise.joined_norms(tokens, table, residual, *norms, eps, self._launch.early(residual))

@@ -21,7 +21,7 @@ from draftproof.ops.contract.runtime import Runtime
 from draftproof.ops.contract.types import PendingCopy
 from draftproof.ops.triton.compile_ahead import compile_ahead
 from draftproof.ops.triton.gemm.autotune import TileTuner
-from draftproof.ops.triton.runtime import LaunchContext
+from draftproof.ops.triton.kernel_utils import LaunchContext
 
 T = TypeVar("T")
 CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)

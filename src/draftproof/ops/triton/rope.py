@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.ops import Attention, Rows
 from draftproof.ops.triton.attention.kv_cache import store_kv
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 
 HEADS_PER_PROGRAM = 16  # fixed, so that the norm of a head has one reduction tree
 

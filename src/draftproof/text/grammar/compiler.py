@@ -23,10 +23,10 @@ from torch import Tensor
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.structured_outputs import PARAM, StructuredOutputs
-from draftproof.text.grammar.json_schema import not_enforced
+from draftproof.text.grammar.json_schema_check import not_enforced
 from draftproof.text.grammar.process import GrammarProcess
 from draftproof.text.grammar.reasoning import ReasoningEnd
-from draftproof.text.grammar.regex import to_compiler_dialect
+from draftproof.text.grammar.regex_dialect import to_compiler_dialect
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Grammar, GrammarState
 

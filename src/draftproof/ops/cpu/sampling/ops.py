@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftproof.numba_jit import native
 from draftproof.ops.contract.sampling import STREAM_SAMPLE
-from draftproof.ops.cpu.checks import check_doubles, check_ints, check_logits
+from draftproof.ops.cpu.argument_checks import check_doubles, check_ints, check_logits
 from draftproof.ops.cpu.executor import Executor
 from draftproof.ops.cpu.sampling import kernels
 from draftproof.ops.torch.sampling import ComposedSampling

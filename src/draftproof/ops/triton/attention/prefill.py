@@ -22,7 +22,7 @@ from draftproof.ops.triton.attention import splitkv
 from draftproof.ops.triton.attention.kv_cache import kv_offset, load_keys, load_values
 from draftproof.ops.triton.attention.splitkv import PartialBuffers, merge_partials, padded_dim, store_partial
 from draftproof.ops.triton.attention.worklist import MAX_CHUNKS, WorkLists
-from draftproof.ops.triton.runtime import INTERPRETED, next_power_of_two
+from draftproof.ops.triton.kernel_utils import INTERPRETED, next_power_of_two
 
 MAX_ONE_LIST_ROWS = 512  # with more rows there is a list of tall tiles too
 MAX_DEEP_PIPELINE_ROWS = 96  # up to it a program can have two blocks of keys in flight

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention.kv_cache import kv_offset, load_keys, load_values
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, prefetch_l2
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, prefetch_l2
 
 KEYS = 64  # keys of one block; determines the bits
 SPAN = 128  # tokens of one span; determines the bits

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.ops import Rows
 from draftproof.ops.triton.attention import splitkv
-from draftproof.ops.triton.runtime import next_power_of_two
+from draftproof.ops.triton.kernel_utils import next_power_of_two
 
 BLOCK = 1024  # rows of one step of the kernel for short and tall tiles
 MAX_CHUNKS = 8  # of a tile

@@ -29,7 +29,7 @@ from draftproof.ops.triton.fused.barrier import wait
 from draftproof.ops.triton.fused.gemm import add_linear_stage, gate_up_stage, qkv_stage
 from draftproof.ops.triton.gemm.select import Epilogue, supports_fused
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.runtime import ALIGNMENT, INTERPRETED, Chip, next_power_of_two
+from draftproof.ops.triton.kernel_utils import ALIGNMENT, INTERPRETED, Chip, next_power_of_two
 
 BM = 16  # rows of an item
 BN = 32  # columns of an item; of paired columns half as many and their partners

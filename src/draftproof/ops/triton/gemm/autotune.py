@@ -20,7 +20,7 @@ from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.tile_cache import cache_file, save_tiles
 from draftproof.ops.triton.gemm.tiles import BF16_TILES, Tile, TileKey, TileTable, default_tile, fused_form
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.runtime import LaunchContext
+from draftproof.ops.triton.kernel_utils import LaunchContext
 
 MAX_TUNING_SECONDS = 10.0  # of measurements in one warm-up; later shapes keep the defaults
 LAUNCHES = 20  # of one measurement

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.ops.triton.gemm.tiles import Tile, TileTable
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.runtime import (
+from draftproof.ops.triton.kernel_utils import (
     launch_options,
     next_power_of_two,
     pdl_sync_prefetch_weight,

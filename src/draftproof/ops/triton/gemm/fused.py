@@ -17,7 +17,7 @@ from draftproof.ops.triton.elementwise import silu_gate
 from draftproof.ops.triton.gemm.dense import dot_rows, loads_weight_first, num_prefetch_lines
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.runtime import launch_options, prefetch_l2
+from draftproof.ops.triton.kernel_utils import launch_options, prefetch_l2
 
 MAX_ROWS = 512  # above it two separate ops are faster
 

@@ -17,7 +17,7 @@ from draftproof.ops.triton.fused.gemm import inverse_rms_pieces, num_pieces, pie
 from draftproof.ops.triton.gemm.select import Epilogue, supports_fused
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 from draftproof.ops.triton.sampling.philox import approx_gumbel, philox, word_to_gumbel
 from draftproof.ops.triton.sampling.sort_key import LOWEST_KEY, key_to_id, sort_key
 from draftproof.types import Windows

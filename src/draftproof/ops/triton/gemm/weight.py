@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.triton.runtime import FLOATS, matrix, vector
+from draftproof.ops.triton.kernel_utils import FLOATS, matrix, vector
 
 
 class WeightKind(Enum):

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import TokenLogprobs
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 from draftproof.ops.triton.sampling import topk
 from draftproof.ops.triton.sampling.kernels import CHUNK, combine_logsumexp, count_before, max_and_exp_sum
 

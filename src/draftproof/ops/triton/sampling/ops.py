@@ -8,9 +8,9 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.types import TokenLogprobs
 from draftproof.ops.torch.sampling import ComposedSampling
-from draftproof.ops.triton.runtime import FP32, INTS, LaunchContext, check_columns, matrix, vector
+from draftproof.ops.triton.kernel_utils import FP32, INTS, LaunchContext, check_columns, matrix, vector
 from draftproof.ops.triton.sampling import kernels, logprobs, penalties, sample, topk
-from draftproof.ops.triton.sampling import top_p as top_p_kernels
+from draftproof.ops.triton.sampling import topk_topp as top_p_kernels
 from draftproof.types import Windows
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 from draftproof.types import LogitAdjust, Windows
 
 BLOCK = 4096  # ids, or tokens of a sequence, at a time

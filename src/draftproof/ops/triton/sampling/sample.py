@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import STREAM_SAMPLE
-from draftproof.ops.triton.runtime import launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 from draftproof.ops.triton.sampling.kernels import CHUNK, best_key, best_noisy_key
 from draftproof.ops.triton.sampling.sort_key import LOWEST_KEY, key_to_id
 from draftproof.types import FinishStatus, Windows

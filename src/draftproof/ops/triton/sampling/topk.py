@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.triton.runtime import next_power_of_two
+from draftproof.ops.triton.kernel_utils import next_power_of_two
 from draftproof.ops.triton.sampling.sort_key import LOWEST_KEY, key_to_id, sort_key
 
 MAX_TWO_STAGE_K = 64

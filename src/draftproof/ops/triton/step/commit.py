@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from draftproof import types
-from draftproof.ops.triton.runtime import pdl_sync
+from draftproof.ops.triton.kernel_utils import pdl_sync
 from draftproof.types import FinishStatus
 
 STOP, LENGTH = tl.constexpr(int(FinishStatus.STOP)), tl.constexpr(int(FinishStatus.LENGTH))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.ops.triton.runtime import pdl_sync
+from draftproof.ops.triton.kernel_utils import pdl_sync
 
 BLOCK = 128  # rows that a program writes at a time
 

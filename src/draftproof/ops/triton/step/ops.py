@@ -9,7 +9,7 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.step import StepOps
 from draftproof.ops.contract.types import Layout
-from draftproof.ops.triton.runtime import LaunchContext, check_columns, launch_options, next_power_of_two
+from draftproof.ops.triton.kernel_utils import LaunchContext, check_columns, launch_options, next_power_of_two
 from draftproof.ops.triton.step import commit, layout
 from draftproof.ops.triton.step.store_drafts import store_drafts_kernel
 from draftproof.types import TOKENS, Choice, Draft, Outcome, PlanColumns, SlotColumns, Windows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.ops.triton.runtime import pdl_sync
+from draftproof.ops.triton.kernel_utils import pdl_sync
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Programs of other projects, unchanged, against `draftproof serve`; the last line of stdout is JSON.
 
-    python bench/serve_tools.py [--tools FOLDER] [--results FOLDER] [--only lm_eval guidellm schemathesis]
+    python bench/serve_clients.py [--tools FOLDER] [--results FOLDER] [--only lm_eval guidellm schemathesis]
 
 lm-eval: log-likelihoods over HTTP (echo and logprobs) equal those of `LLM` in this process to the last digit,
 with speculation on and off; so do the generated texts. guidellm: a load client. schemathesis: a fuzzer of
@@ -267,7 +267,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tools", type=Path, default=Path(tempfile.gettempdir()) / "draftproof-tools")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "serve_tools")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "serve_clients")
     parser.add_argument("--only", nargs="+", choices=sorted(WANTED), default=sorted(WANTED))
     parser.add_argument("--requests", type=int, default=24, help="of guidellm, at each concurrency")
     parser.add_argument("--examples", type=int, default=300, help="of schemathesis, for each route")
@@ -318,7 +318,7 @@ def main() -> None:
                     program, programs["schemathesis"], work, log, options.examples, options.fuzz_seconds
                 )
                 passed &= found["schemathesis"]["passed"]
-    finish("serve_tools", {"passed": bool(passed), **found})
+    finish("serve_clients", {"passed": bool(passed), **found})
     sys.exit(not passed)
 
 

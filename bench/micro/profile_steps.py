@@ -1,6 +1,6 @@
 """Step time with drafts, round by round; the last line of stdout is JSON.
 
-    python bench/micro/step_time.py --prompts spec_bench.jsonl [--device cuda] [--methods eagle3,hybrid]
+    python bench/micro/profile_steps.py --prompts spec_bench.jsonl [--device cuda] [--methods eagle3,hybrid]
         [--batches 1,8] [--rounds 6] [--count 8] [--tasks chat,qa]
 
 Every round has the prompts of `head.py`, task by task. Figures of a round: microseconds of a step, tokens per
@@ -182,4 +182,4 @@ def parsed(
 
 
 if __name__ == "__main__":
-    finish("step_time", measure(parsed()))
+    finish("profile_steps", measure(parsed()))

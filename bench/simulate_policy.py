@@ -1,7 +1,7 @@
 """Draft policy without a clock: step times come from a table, so the load of the machine does not matter.
 
-    python bench/replay.py adaptive [--distinct 16] [--tokens 64] [--load build/outputs.json]
-    python bench/replay.py hybrid --prompts spec_bench.jsonl [--machine cpu,h200,eight] [--count 4]
+    python bench/simulate_policy.py adaptive [--distinct 16] [--tokens 64] [--load build/outputs.json]
+    python bench/simulate_policy.py hybrid --prompts spec_bench.jsonl [--machine cpu,h200,eight] [--count 4]
 
 adaptive: n-gram drafts. Outputs of the model are recorded once (--load keeps them), so the acceptance of any
 draft is known. A side is a number of steps of known rows. The adaptive side has the table of empty steps and
@@ -353,11 +353,16 @@ def main() -> None:
     """Run one part and print its figures."""
     options = parsed()
     if options.part == "hybrid":
-        finish("replay", {"part": "hybrid"} | {name: replay(name, options) for name in options.machine})
+        finish(
+            "simulate_policy", {"part": "hybrid"} | {name: replay(name, options) for name in options.machine}
+        )
         return
     outputs = RecordedDrafts(record_outputs(options), options.tokens)
     cells = {f"{machine} {batch}": cell(machine, batch, turns, outputs) for machine, batch, turns in CELLS}
-    finish("replay", {"part": "adaptive", "model": options.model, "tokens": options.tokens, "cells": cells})
+    finish(
+        "simulate_policy",
+        {"part": "adaptive", "model": options.model, "tokens": options.tokens, "cells": cells},
+    )
 
 
 if __name__ == "__main__":

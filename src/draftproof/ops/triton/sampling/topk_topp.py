@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.triton.runtime import next_power_of_two
+from draftproof.ops.triton.kernel_utils import next_power_of_two
 from draftproof.ops.triton.sampling.sort_key import sortable_bits
 
 BLOCK = 8192  # ids of one load

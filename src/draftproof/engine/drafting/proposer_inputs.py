@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from draftproof.arrays import Ints
+from draftproof.array_types import Ints
 from draftproof.engine.drafting.device_proposer import DraftRunner
 from draftproof.engine.drafting.prediction_drafts import PredictionDrafts
 from draftproof.engine.sequence import Sequence, StepPlan
