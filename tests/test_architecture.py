@@ -49,7 +49,7 @@ LAYERS = [
     {"speculative_config"},
     {"metrics", "sampling_params"},
     {"structured_outputs"},
-    {"errors", "numba_jit", "arrays"},
+    {"errors", "numba_jit", "array_types"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 

@@ -11,6 +11,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftproof.config import DEFAULT_MODEL
 from draftproof.errors import LoadError, nearest
@@ -141,10 +142,11 @@ def _from_hub(repo: str, patterns: list[str], revision: str | None, progress: bo
         raise LoadError(
             f"{repo}: no such folder here, and huggingface_hub is not installed to download it"
         ) from error
-    was_off = utils.are_progress_bars_disabled()
+    bars: Any = utils  # its type stub does not export these functions
+    was_off = bars.are_progress_bars_disabled()
     try:
         if not progress:
-            utils.disable_progress_bars()
+            bars.disable_progress_bars()
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError as error:
         raise LoadError(
@@ -163,4 +165,4 @@ def _from_hub(repo: str, patterns: list[str], revision: str | None, progress: bo
         ) from error
     finally:
         if not progress and not was_off:
-            utils.enable_progress_bars()
+            bars.enable_progress_bars()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from draftproof.text.grammar.regex import unescapable_character
+from draftproof.text.grammar.regex_dialect import unescapable_character
 
 _IGNORED = (
     *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),

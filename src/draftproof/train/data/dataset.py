@@ -108,11 +108,12 @@ class Batch:
         added = max(0, rows - len(self.lengths))
         if not added:
             return self
-        columns = (self.lengths, self.prompt_lengths, self.greedy_rows)
         return Batch(
             np.pad(self.tokens, ((0, added), (0, 0))),
-            *(np.pad(column, (0, added)) for column in columns),
-            which=self.which + [0] * (added if self.which else 0),
+            np.pad(self.lengths, (0, added)),
+            np.pad(self.prompt_lengths, (0, added)),
+            np.pad(self.greedy_rows, (0, added)),
+            self.which + [0] * (added if self.which else 0),
         )
 
 
