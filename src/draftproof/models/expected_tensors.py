@@ -17,7 +17,7 @@ from draftproof.models.registry import expected_tensors
 _MTP = re.compile(r"(model\.)?mtp[._]")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Buffers that old exporters wrote into checkpoints; they are computed from the config instead.
-_IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\..*")
+IGNORED_TENSORS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\..*")
 
 
 def dense_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -56,11 +56,6 @@ def linear_shapes(prefix: str, config: ModelConfig, qkv_inputs: int) -> dict[str
         if bias:
             shapes[f"{prefix}{name}.bias"] = (rows,)
     return shapes
-
-
-def is_ignored(name: str) -> bool:
-    """Return whether a stored tensor is left out by every loader."""
-    return _IGNORED.fullmatch(name) is not None
 
 
 def split_draft_tensors(

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError, nearest
 from draftproof.models.config import ModelConfig, read_json
-from draftproof.models.expected_tensors import check_shapes, dummy_tensors, is_ignored, split_draft_tensors
+from draftproof.models.expected_tensors import (
+    IGNORED_TENSORS,
+    check_shapes,
+    dummy_tensors,
+    split_draft_tensors,
+)
 from draftproof.models.gguf.file import is_gguf, read_gguf
 from draftproof.models.gguf.llama import config_from_gguf, gguf_tensors
 from draftproof.models.gguf.weight_cache import read_unpacked, unpacked_path, write_unpacked
@@ -127,7 +132,7 @@ def _load_safetensors(source: Path, requested: torch.dtype | None, seed: int, pr
         for name, tensor in read_safetensors(path).items():
             if name in stored:
                 raise LoadError(f"{path}: {name} is in another file of this checkpoint too")
-            if not is_ignored(name):
+            if not IGNORED_TENSORS.fullmatch(name):
                 stored[name] = tensor
     tensors, draft_tensors = split_draft_tensors(stored, raw)
     if draft_tensors:

@@ -99,10 +99,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """Return the prompt of a conversation, to be encoded with `add_special_tokens=False`.
-
-        `chat_template` is used in place of the model's own.
-        """
+        """Return the prompt of a conversation, to be encoded with `add_special_tokens=False`."""
         template = self.chat_template
         if chat_template is not None:
             try:

@@ -194,9 +194,7 @@ class Trainer:
         self.save(folder)
         done = self.step >= self.steps
         if not done:
-            self.reporter.log(
-                f"train: stopped after step {self.step} of {self.steps}; run the command again to resume"
-            )
+            self.reporter.log(f"train: stopped at step {self.step} of {self.steps}; the same command resumes")
         return done
 
     def learn(self, batch: Batch, measure: bool = True) -> Tensor:
@@ -256,9 +254,7 @@ class Trainer:
     def scale_logits(self) -> bool:
         """Scale the last norm by the factor with the best held-out acceptance; return whether it was done."""
         if self.plan.scale_logits and not self.scales_logits:
-            self.reporter.log(
-                "train: logits not scaled: the last norm feeds the next draft (--norm-output 1)"
-            )
+            self.reporter.log("train: logits not scaled: with --norm-output 1 the norm feeds the next draft")
         if not self.scales_logits:
             return False
         found = self.evaluator.acceptance_by_logit_scale(self.rounded(), self.held, self.plan.max_len)
@@ -277,14 +273,9 @@ class Trainer:
         losses = [] if parts is None else [float(x) for x in parts.cpu()]
         if any(not math.isfinite(x) for x in losses):
             raise LoadError(f"the loss is not finite after step {self.step}: try a smaller learning rate")
-        self.curve.append(
-            {
-                "step": self.step,
-                "tokens": self.tokens,
-                "loss": losses,
-                "acceptance": {name: value.to_json() for name, value in found.items()},
-            }
-        )
+        acceptance = {name: value.to_json() for name, value in found.items()}
+        point = {"step": self.step, "tokens": self.tokens, "loss": losses, "acceptance": acceptance}
+        self.curve.append(point)
         write_json(folder / "curve.json", self.curve)
         lengths = ", ".join(f"{name} {value.length:.3f}" for name, value in found.items())
         self.reporter.log(f"train: step {self.step}: acceptance length {lengths}")

@@ -61,12 +61,6 @@ class OutputColumns:
         self._origin_names = np.array(names, object)
         self._prediction = list(sources).index(PREDICTION_SOURCE) if PREDICTION_SOURCE in sources else -1
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all columns."""
-        arrays = [*vars(self).values(), self._logprobs.rows]
-        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
-
     def resize(self, num_lines: int) -> None:
         """Grow to `num_lines` lines."""
         for name in ("fill", "logprob_kind", "_counters", "_accepted_at", "_totals"):
@@ -103,14 +97,7 @@ class OutputColumns:
         if table[:, NUM_DRAFT].any():
             source = _joined_sources(steps)
             self._origins[where] = _origins(owner, place, table, source)
-            committed = out > 0  # a step that committed no token is not counted
-            self._count_predicted(committed, number, lines, table, source)
-            self._count_drafts(
-                number[committed],
-                lines[committed],
-                table[committed, NUM_DRAFT],
-                table[committed, NUM_ACCEPTED],
-            )
+            self._count_drafts(number, lines, table, source)
         else:
             self._origins[where] = PLAIN
         if steps[0].logprobs:
@@ -123,30 +110,22 @@ class OutputColumns:
         found[number, lines] = column
         return found
 
-    def _count_drafts(self, number: Ints, lines: Ints, num_draft: Ints, num_accepted: Ints) -> None:
-        drafted, accepted = (self._by_step(number, lines, column) for column in (num_draft, num_accepted))
+    def _count_drafts(self, number: Ints, lines: Ints, table: Ints, source: NDArray[np.int8] | None) -> None:
+        at = table[:, NUM_OUT] > 0  # a step that committed no token is not counted
+        drafted, accepted = (
+            self._by_step(number[at], lines[at], table[at, column]) for column in (NUM_DRAFT, NUM_ACCEPTED)
+        )
         counters = self._counters
         counters[:, NUM_DRAFTED_STEPS] += (drafted > 0).sum(0)
         counters[:, NUM_DRAFTED] += drafted.sum(0)
         counters[:, NUM_ACCEPTED_DRAFTS] += accepted.sum(0)
         np.maximum(counters[:, MAX_DRAFTED], drafted.max(0), out=counters[:, MAX_DRAFTED])
         self._accepted_at += (accepted[..., None] > np.arange(self._accepted_at.shape[1])).sum(0)
-
-    def _count_predicted(
-        self,
-        committed: NDArray[np.bool_],
-        number: Ints,
-        lines: Ints,
-        table: Ints,
-        source: NDArray[np.int8] | None,
-    ) -> None:
-        """Add the draft counts of the entries whose drafts are from their prediction."""
         is_predicted = self._prediction == 0 if source is None else source[:, 0] == self._prediction
-        if not np.any(is_predicted):
-            return
-        at = committed & is_predicted
-        for counter, column in ((NUM_PREDICTED, NUM_DRAFT), (NUM_ACCEPTED_PREDICTED, NUM_ACCEPTED)):
-            self._counters[:, counter] += self._by_step(number[at], lines[at], table[at, column]).sum(0)
+        if np.any(is_predicted):
+            at = at & is_predicted
+            for counter, column in ((NUM_PREDICTED, NUM_DRAFT), (NUM_ACCEPTED_PREDICTED, NUM_ACCEPTED)):
+                counters[:, counter] += self._by_step(number[at], lines[at], table[at, column]).sum(0)
 
     def _add_logprobs(
         self,

@@ -110,11 +110,6 @@ class OutputTable:
         """Outputs that have a line."""
         return len(self._outputs) - len(self._free)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the table."""
-        return self._columns.num_bytes + self._first_flush.nbytes
-
     def _add_lines(self) -> None:
         have = len(self._outputs)
         added = max(8, have)
