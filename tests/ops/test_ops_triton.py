@@ -49,3 +49,23 @@ def test_interpreted_kernels_pass(module: str, name: str) -> None:
 def test_backend_without_a_gpu_raises() -> None:
     with pytest.raises(ConfigError, match="cannot load the triton backend"):
         resolve("triton", torch.device("cpu"))
+
+
+def test_debug_mode_names_the_failed_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("draftproof.ops.triton.runtime")
+
+    class Family:
+        def double(self, x: int) -> int:
+            return 2 * x
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("illegal address")
+
+    family = Family()
+    runtime.wait_after_ops(family, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert family.double(2) == 4
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="failed in or before double: illegal address"):
+        family.double(2)
