@@ -1,7 +1,7 @@
 """Speed of two checkouts, interleaved in one run; the last line of stdout is JSON.
 
     python bench/versions.py --old ../draftproof-before --prompts spec_bench.jsonl [--device cuda]
-                             [--engines plain,ngram,eagle3,hybrid] [--batches 1,8,64] [--logprobs -1,5]
+                             [--engines plain,ngram,eagle3,hybrid] [--batches 1,8,64] [--logprobs none,5]
 
 Each checkout runs in a process of its own. Both build the same engine, then take turns of one `generate` call
 with the same requests, so that a slow phase of the machine affects both. A cell is engine, batch, task and
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="")
     parser.add_argument("--engines", default="plain,ngram,eagle3,hybrid")
     parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--logprobs", default="-1", help="-1: none")
+    parser.add_argument("--logprobs", default="none", help="numbers of logprobs, or none")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1e9, help="no new cell after this")
@@ -174,12 +174,12 @@ def main() -> None:
         for batch in batches:
             for task in ids if batch <= 8 else ("all",):
                 prompts = ids[task] if task in ids else [prompt for group in ids.values() for prompt in group]
-                for top in map(int, options.logprobs.split(",")):
+                for top in options.logprobs.split(","):
                     if time.monotonic() > deadline:
                         continue
                     params = dict(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
-                    params |= {"logprobs": top} if top >= 0 else {}
-                    key = f"{engine}, batch {batch}, {task}" + (f", logprobs={top}" if top >= 0 else "")
+                    params |= {} if top == "none" else {"logprobs": int(top)}
+                    key = f"{engine}, batch {batch}, {task}" + ("" if top == "none" else f", logprobs={top}")
                     rounds = draw_batches(
                         prompts, batch, options.rounds if batch <= 8 else options.rounds // 2
                     )
