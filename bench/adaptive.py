@@ -17,7 +17,6 @@ none. Tokens are compared as well: none may differ.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import statistics
 import time
@@ -28,7 +27,7 @@ from math import comb
 from typing import Any
 
 import torch
-from common.measure import finish
+from common.measure import copy_policy, finish
 from common.prompts import chat_prompts, copy_prompts, edit_prompts, free_prompts
 
 from draftproof import LLM, SamplingParams
@@ -61,7 +60,7 @@ class Lane(Scheduler):
             other.slots,
             other.pages,
             *sizes,
-            copy.deepcopy(other.policy),
+            copy_policy(other.policy),
             caching,
             other.lookahead,
         )

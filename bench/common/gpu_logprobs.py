@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from copy import deepcopy
 from itertools import product
 from typing import Any
 
 import torch
 from common.gpu_engine import SETTINGS, Bench, heat, kernels_of, params_of, timed
+from common.measure import copy_policy
 
 from draftproof import LLM
 
@@ -27,18 +27,20 @@ WEIGHTS = {1: 1.0, 8: 1.0, 64: 1.7, 256: 2.6}  # of the time: a large batch take
 
 
 class Held:
-    """What an engine has learned for its drafts, to begin every turn with; meanwhile it learns no prices."""
+    """State of a draft policy, restored before every turn; meanwhile its cost model does not learn."""
 
     def __init__(self, llm: LLM) -> None:
         self._policy = llm.engine.loop.policy
         self._learns = self._policy.cost.learns
         self._policy.cost.learns = False
-        self._known = deepcopy(vars(self._policy))
+        self._saved = copy_policy(self._policy)
 
     def put_back(self) -> None:
-        vars(self._policy).update(deepcopy(self._known))
+        """Restore the state."""
+        vars(self._policy).update(vars(copy_policy(self._saved)))
 
     def release(self) -> None:
+        """Restore the state and let the cost model learn again."""
         self.put_back()
         self._policy.cost.learns = self._learns
 

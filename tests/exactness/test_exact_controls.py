@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 import torch
 
@@ -170,10 +171,10 @@ def test_context_without_drafts_is_detected(monkeypatch, option):
 
 def test_prompt_logprobs_that_ignore_the_chunk_are_detected(monkeypatch):
     """Score rows of a later chunk as if they were the first of the prompt."""
-    whole = host_logprobs.prompt_logprobs
+    whole = host_logprobs._prompt_logprobs
 
-    def broken(runner, request, computed, hidden):
-        return whole(runner, request, 0, hidden)
+    def broken(device, step, b):
+        return whole(device, replace(step, computed=np.zeros_like(step.computed)), b)
 
-    defect = lambda: monkeypatch.setattr(host_logprobs, "prompt_logprobs", broken)  # noqa: E731
+    defect = lambda: monkeypatch.setattr(host_logprobs, "_prompt_logprobs", broken)  # noqa: E731
     check_detected(defect, "prompt logprobs", Case(0, "none", 0.0, length=40), chunk=16)

@@ -98,7 +98,10 @@ def test_several_http_processes_share_limits_and_metrics(folder: Path, tmp_path:
         assert running.post({"prompt": "one", "n": 3}, headers=mine).status_code == 400
         body = {"prompt": "one two three one two", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
         for _ in range(6):  # each over a connection of its own, so that both processes serve some
-            assert httpx.post(f"{running.url}/v1/completions", json=body, headers=mine).status_code == 200
+            assert (
+                httpx.post(f"{running.url}/v1/completions", json=body, headers=mine, timeout=60).status_code
+                == 200
+            )
 
         def total() -> float:
             text = httpx.get(f"{running.url}/metrics", headers=mine).text

@@ -149,7 +149,7 @@ def test_grammar_that_raises_fails_its_own_request_alone(when: str, spec: str) -
         assert compare(name, plain[name], got[name]) == []
     produced = {"start": 0, "fill at once": 0, "fill later": 3, "accept": 3}[when]
     assert got["1"].token_ids == answers["1"][:produced] and len(got["1"].logprobs) == produced
-    reason = f"the grammar raised ValueError: {when.split()[0]} has had enough"
+    reason = f"the grammar raised ValueError: {when.split()[0]} failed"
     assert got["1"].finish == ("error", None, reason)
     assert got["3"].finish[0] in ("stop", "length")
 
