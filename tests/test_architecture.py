@@ -48,7 +48,7 @@ LAYERS = [
     {"outputs"},
     {"speculative_config"},
     {"metrics", "sampling_params"},
-    {"structured_outputs"},
+    {"compat", "structured_outputs"},
     {"errors", "numba_jit", "array_types"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}

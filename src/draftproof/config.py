@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any
 
+from draftproof.compat.vllm_options import OPTION_ALIASES, translate_options, translate_values
 from draftproof.errors import ConfigError, nearest
 from draftproof.speculative_config import SpeculativeConfig, merge_aliases
 
 DEFAULT_MODEL = "smollm2-135m"
-OPTION_ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
@@ -33,6 +33,9 @@ class EngineConfig:
     model: str
     tokenizer: str | None = option(
         None, "folder or name of another tokenizer", default_text="the model's own"
+    )
+    skip_tokenizer_init: bool = option(
+        False, "load no tokenizer: prompts and outputs are token ids", api_only=True
     )
     dtype: str = option(
         "auto",
@@ -91,7 +94,8 @@ class EngineConfig:
     def parse(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
         """Read keyword options as `LLM(...)` takes them."""
         known = {f.name for f in fields(cls)} - {"speculative"} | {"speculative_config"}
-        values = merge_aliases(options, OPTION_ALIASES, "the options give")
+        values = merge_aliases(translate_options(options), OPTION_ALIASES, "the options give")
+        translate_values(values)
         for key in values:
             if key not in known:
                 raise ConfigError(f"unknown option {key!r}: {nearest(key, known)}")
@@ -116,10 +120,13 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization must lie in 0..1, got {share!r}")
         if self.page_size not in (8, 16, 32, 64):
             raise ConfigError(f"page_size must be 8, 16, 32 or 64, got {self.page_size!r}")
-        for name in ("enable_prefix_caching", "warm_up", "overlap", "debug", "enforce_eager"):
+        switches = ("enable_prefix_caching", "warm_up", "overlap", "debug", "enforce_eager")
+        for name in (*switches, "skip_tokenizer_init"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "overlap" and value is None):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ConfigError("skip_tokenizer_init and tokenizer are given: leave one out")
         for name in ("device", "backend", "tokenizer", "revision"):
             value = getattr(self, name)
             optional = name in ("tokenizer", "revision")

@@ -185,7 +185,9 @@ class LLM(InputProcessor):
 
 
 def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
-    """Load the configured tokenizer, or the model's own; None for dummy weights without one."""
+    """Load the configured tokenizer, or the model's own; None if it is off or dummy weights have none."""
+    if config.skip_tokenizer_init:
+        return None
     if config.tokenizer is not None:
         return load_tokenizer(find_model(config.tokenizer, weights=False))
     if source is None:

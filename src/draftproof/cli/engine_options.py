@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields
 from typing import Any
 
-from draftproof.config import DEFAULT_MODEL, OPTION_ALIASES, EngineConfig
+from draftproof.compat.vllm_options import OPTION_ALIASES
+from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.speculative_config import read_speculation
 
 DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 7}'
