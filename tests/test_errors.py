@@ -30,7 +30,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
         *({3: math.nan}, {3: math.inf}, {3: 1e39}, {"three": 1.0}, [3], {3.7: 1.0}, {math.inf: 1.0}),
         {3: 10**310},
     ],
-    "seed": [-1, 2**63],
+    "seed": [-(2**63) - 1, 2**63],
     "n": [0],
     "max_tokens": [0],
     "min_tokens": [-1],

@@ -18,6 +18,8 @@ LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
 LogprobsMode = Literal["raw", "processed"]
 
 MAX_SEED = 2**63 - 1
+MIN_SEED = -(2**63)  # a negative seed is taken modulo 2**63
+FRESH_SEED = -1  # no seed: a fresh one, as in vLLM and llama.cpp
 MIN_TEMPERATURE = 1e-5  # less means greedy, as in vLLM: logits divided by less would overflow
 MAX_VALUE = 1e6  # of a temperature, a repetition penalty, a bias: logits still fit fp32 with it
 MAX_LOGIT = 1e30  # divided by any temperature it still fits fp32
@@ -109,8 +111,10 @@ class SamplingParams:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise RequestError(f"seed must lie in 0..{MAX_SEED}, got {self.seed}", "seed")
+        if self.seed is not None and not MIN_SEED <= self.seed <= MAX_SEED:
+            raise RequestError(f"seed must lie in {MIN_SEED}..{MAX_SEED}, got {self.seed}", "seed")
+        if self.seed is not None and self.seed < 0:
+            object.__setattr__(self, "seed", None if self.seed == FRESH_SEED else self.seed & MAX_SEED)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             text = f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})"
             raise RequestError(text, "min_tokens")

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from draftproof import __version__
 from draftproof.errors import RequestError
 from draftproof.outputs import RequestOutput, TokenEvent
+from draftproof.sampling_params import FRESH_SEED
 from draftproof.serve.api.logprob_format import TokenStrings, logprob_rows
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.api.request_parser import ParsedRequest, RequestParser
@@ -98,7 +99,9 @@ class CompletionHandler:
         client: ClientMonitor,
         response: ResponseStream,
     ) -> None:
-        seed = self._seeds.randrange(MAX_DRAWN_SEED) if body.seed is None else body.seed
+        seed = body.seed
+        if seed is None or seed == FRESH_SEED:
+            seed = self._seeds.randrange(MAX_DRAWN_SEED)
         if isinstance(body, ChatCompletionRequest):
             parsed, kind = await self.parser.chat(body, seed), "chatcmpl"
         else:
@@ -110,6 +113,8 @@ class CompletionHandler:
             "model": model,
             "system_fingerprint": f"draftproof-{__version__}",
         }
+        if body.service_tier is not None:
+            head["service_tier"] = "default"  # the only one
         build = ChatBuilder if parsed.is_chat else CompletionBuilder
         strings = self._id_strings if parsed.as_ids else self.token_strings
         builder = build(parsed, strings, head, self._llm.limits.speculative_tokens)
@@ -206,8 +211,9 @@ class CompletionHandler:
             n=parsed.params.n,
             prompt_tokens=sum(len(prompt.ids) for prompt in parsed.prompts),
         )
-        if body.user is not None:
-            record.fields["user"] = body.user
+        for name in ("user", "safety_identifier"):
+            if getattr(body, name) is not None:
+                record.fields[name] = getattr(body, name)
         if self._settings.log_prompts:
             decode = self.parser.tokenizer.decode
             record.fields["prompt"] = [decode(prompt.ids, False) for prompt in parsed.prompts]

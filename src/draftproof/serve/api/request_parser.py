@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -193,6 +194,8 @@ class RequestParser:
             given["speculative"] = speculative
         if body.logit_bias is not None:
             given["logit_bias"] = {int(key): value for key, value in body.logit_bias.items()}
+        if (salt := _cache_salt(body)) is not None:
+            given["cache_salt"] = salt
         structure, option = _structure(body)
         try:
             return SamplingParams(seed=seed, structured_outputs=structure, **given, **more)
@@ -255,7 +258,7 @@ _SAME_NAMES = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids"),
-    *("logprob_token_ids", "priority", "cache_salt", "logprobs_mode", "include_draft_logprobs"),
+    *("logprob_token_ids", "priority", "logprobs_mode", "include_draft_logprobs"),
 )
 
 
@@ -291,6 +294,13 @@ def _structure(body: schema.GenerationRequest) -> tuple[dict[str, Any] | None, s
     return None, "structured_outputs"
 
 
+def _cache_salt(body: schema.GenerationRequest) -> str | None:
+    """Return the salt of the request's cached prefixes; `prompt_cache_key` is part of it."""
+    if not body.prompt_cache_key:
+        return body.cache_salt
+    return json.dumps([body.cache_salt, body.prompt_cache_key])
+
+
 def _text(content: str | Sequence[schema.TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
@@ -298,7 +308,8 @@ def _text(content: str | Sequence[schema.TextPart]) -> str:
 def _message(message: schema.Message) -> dict[str, Any]:
     """Return a message for the chat template; the role "developer" becomes "system"."""
     role = "system" if message.role == "developer" else message.role
-    content = message.content
-    if isinstance(content, str):
-        return {"role": role, "content": content}
-    return {"role": role, "content": [{"type": "text", "text": part.text} for part in content]}
+    content: Any = message.content
+    if not isinstance(content, str):
+        content = [{"type": "text", "text": part.text} for part in content]
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": role, "content": content, **named}

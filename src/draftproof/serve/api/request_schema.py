@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from draftproof.sampling_params import MAX_SEED, MAX_VALUE
+from draftproof.sampling_params import MAX_SEED, MAX_VALUE, MIN_SEED
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -22,6 +22,8 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$", max_length=128)]
 Words = Annotated[str, Meta(min_length=1, max_length=100)]
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,9}$")]
 TemplateName = Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+MetadataKey = Annotated[str, Meta(max_length=64)]
+Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 TemplateNames = Annotated[dict[TemplateName, Any], Meta(max_length=64)]
 Logprobs = Count  # the engine's max_logprobs limits it further, see RequestParser
 
@@ -35,6 +37,7 @@ class StreamOptions(Strict, kw_only=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # accepted; events have no padding in either case
 
 
 class Speculative(Strict, kw_only=True):
@@ -98,7 +101,7 @@ class GenerationRequest(Strict, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=1 / MAX_VALUE, le=MAX_VALUE)] | None = None
     logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Meta(ge=MIN_SEED, le=MAX_SEED)] | None = None  # -1: a fresh one
     min_tokens: Count | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
@@ -117,6 +120,11 @@ class GenerationRequest(Strict, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     request_id: Name | None = None
     user: Annotated[str, Meta(max_length=256)] | None = None
+    # fields of the OpenAI API without influence on the output
+    safety_identifier: Annotated[str, Meta(max_length=256)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=256)] | None = None  # part of the cache salt
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # extensions of this server
@@ -150,6 +158,7 @@ class Message(Strict, kw_only=True):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Meta(min_length=1)]
+    name: Annotated[str, Meta(min_length=1, max_length=64)] | None = None  # for templates that use it
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -216,8 +225,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "verbosity": ("verbosity is not supported", (None,)),
     "web_search_options": ("web search is not supported", (None,)),
     "store": ("nothing is stored", (None, False)),
-    "metadata": ("nothing is stored; `user` is written to the log", (None, {})),
-    "service_tier": ("there are no tiers; `priority` orders requests", (None, "auto", "default")),
     "chat_template": ("not accepted from clients; send a rendered prompt to /v1/completions", (None,)),
     "guided_json": (_USE_STRUCTURE, ()),
     "guided_regex": (_USE_STRUCTURE, ()),

@@ -132,6 +132,7 @@ class CompletionResponse(ResponseStruct, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: Literal["default"] | UnsetType = UNSET  # if the request has one
     choices: list[CompletionChoice]
     usage: Usage
     metrics: RequestMetrics
@@ -192,6 +193,7 @@ class ChatCompletionResponse(ResponseStruct, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: Literal["default"] | UnsetType = UNSET  # if the request has one
     choices: list[ChatChoice]
     usage: Usage
     metrics: RequestMetrics
