@@ -11,6 +11,7 @@ import pytest
 
 from draftproof import SamplingParams
 from draftproof.outputs import RequestOutput
+from draftproof.serve.settings import Settings
 from serving import END, NGRAM, Served, events, serving, tiny
 
 PROMPT = "one two three four one two three"
@@ -24,7 +25,7 @@ def plain(folder: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def served(folder: Any) -> Any:
-    with serving(tiny(folder, NGRAM)) as running:
+    with serving(tiny(folder, NGRAM), Settings(max_priority=2)) as running:
         yield running
 
 

@@ -59,6 +59,8 @@ def _add_server_options(group: Any) -> None:
     add("--server-processes", type=int, default=1, metavar="N", help="HTTP processes (default: 1)")
     add("--served-model-name", action="append", metavar="NAME", help="name in the API; may be repeated")
     add("--api-key-file", metavar="FILE", help=f"one key a line; the environment's {KEY_VARIABLE} adds keys")
+    text = "let requests of all API keys share cached prefixes and drafts from earlier outputs"
+    add("--share-prefix-cache", action="store_true", help=text)
     add("--vllm-metrics", action="store_true", help="export the speculation counters under vllm: as well")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--log-file", metavar="FILE", help="file for JSON log lines (default: standard error)")
@@ -75,6 +77,7 @@ def _add_limits(group: Any) -> None:
         ("max_logprob_entries", int, "tokens times logprobs of one request"),
         ("max_concurrent", int, "requests at once, over all processes"),
         ("max_concurrent_per_key", int, "requests of one API key at once, over all processes"),
+        ("max_priority", int, "largest absolute `priority` of a request; 0: none is accepted"),
         ("request_seconds", float, "seconds from a request to the end of its response"),
         ("body_seconds", float, "seconds for a body to arrive"),
         ("stall_seconds", float, "seconds that a client may leave its response unread"),

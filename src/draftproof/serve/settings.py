@@ -33,6 +33,8 @@ class Settings:
     drain_seconds: float = 30.0
     vllm_metrics: bool = False  # also report the speculation counters under vLLM's names
     log_prompts: bool = False
+    share_prefix_cache: bool = False  # between API keys
+    max_priority: int = 0  # requests may have a priority from -max_priority to max_priority
 
     def __post_init__(self) -> None:
         optional = ("max_prompt_tokens", "max_concurrent_per_key")
@@ -43,6 +45,8 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if isinstance(self.max_priority, bool) or not 0 <= self.max_priority < 1 << 31:
+            raise ConfigError(f"max_priority must lie in 0..2**31 - 1, got {self.max_priority!r}")
         for name in ("request_seconds", "body_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")

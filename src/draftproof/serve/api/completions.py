@@ -103,10 +103,10 @@ class CompletionHandler:
         if seed is None or seed == FRESH_SEED:
             seed = self._seeds.randrange(MAX_DRAWN_SEED)
         if isinstance(body, ChatCompletionRequest):
-            parsed, kind = await self.parser.chat(body, seed), "chatcmpl"
+            parsed, kind = await self.parser.chat(body, seed, record.key), "chatcmpl"
         else:
             assert isinstance(body, CompletionRequest)
-            parsed, kind = await self.parser.completion(body, seed), "cmpl"
+            parsed, kind = await self.parser.completion(body, seed, record.key), "cmpl"
         head = {
             "id": f"{kind}-{record.id}",
             "created": int(time.time()),

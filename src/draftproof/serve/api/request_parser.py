@@ -15,6 +15,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.serve.api import request_schema as schema
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.io import in_thread_if
+from draftproof.serve.http.request_log import NO_KEY
 from draftproof.serve.settings import Settings
 from draftproof.text.tokenizer import Tokenizer
 
@@ -64,8 +65,8 @@ class RequestParser:
         self._llm, self._settings = llm, settings
         self.tokenizer: Tokenizer = llm.get_tokenizer()
 
-    async def completion(self, body: schema.CompletionRequest, seed: int) -> ParsedRequest:
-        """Parse a body of /v1/completions."""
+    async def completion(self, body: schema.CompletionRequest, seed: int, key: str = NO_KEY) -> ParsedRequest:
+        """Parse a body of /v1/completions. `key`: short name of the API key."""
         n = self._check_common(body)
         if body.best_of is not None and body.best_of != n:
             raise ApiError(400, "best_of is not supported: use n", "best_of", "unsupported_option")
@@ -82,6 +83,7 @@ class RequestParser:
         params = self._params(
             body,
             seed,
+            key,
             max_tokens=max(max_tokens, 1),
             logprobs=body.logprobs,
             prompt_logprobs=max(widths, default=None),
@@ -98,8 +100,8 @@ class RequestParser:
             num_logprob_entries=self._count_logprobs(prompts, params),
         )
 
-    async def chat(self, body: schema.ChatCompletionRequest, seed: int) -> ParsedRequest:
-        """Parse a body of /v1/chat/completions."""
+    async def chat(self, body: schema.ChatCompletionRequest, seed: int, key: str = NO_KEY) -> ParsedRequest:
+        """Parse a body of /v1/chat/completions. `key`: short name of the API key."""
         self._check_common(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
@@ -111,6 +113,7 @@ class RequestParser:
         params = self._params(
             body,
             seed,
+            key,
             max_tokens=_token_limit(body),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
@@ -160,6 +163,10 @@ class RequestParser:
             for name in ("stream_options", "stream_granularity"):
                 if getattr(body, name) is not None:
                     raise ApiError(400, f"{name} needs stream: true", name)
+        limit = self._settings.max_priority
+        if abs(body.priority or 0) > limit:
+            text = f"the range of this server is {-limit}..{limit}; its operator can raise --max-priority"
+            raise ApiError(400, f"priority: {text}", "priority")
         self._check_logprobs("prompt_logprobs", body.prompt_logprobs)
         self._check_logprobs("logprob_token_ids", len(body.logprob_token_ids or ()))
         return n
@@ -185,7 +192,7 @@ class RequestParser:
             "structure_option": _structure(body)[1],
         }
 
-    def _params(self, body: schema.GenerationRequest, seed: int, **more: Any) -> SamplingParams:
+    def _params(self, body: schema.GenerationRequest, seed: int, key: str, **more: Any) -> SamplingParams:
         given = {name: getattr(body, name) for name in _SAME_NAMES if getattr(body, name) is not None}
         speculative = body.speculative
         if isinstance(speculative, schema.Speculative):
@@ -194,7 +201,7 @@ class RequestParser:
             given["speculative"] = speculative
         if body.logit_bias is not None:
             given["logit_bias"] = {int(key): value for key, value in body.logit_bias.items()}
-        if (salt := _cache_salt(body)) is not None:
+        if (salt := _cache_salt(body, None if self._settings.share_prefix_cache else key)) is not None:
             given["cache_salt"] = salt
         structure, option = _structure(body)
         try:
@@ -294,11 +301,14 @@ def _structure(body: schema.GenerationRequest) -> tuple[dict[str, Any] | None, s
     return None, "structured_outputs"
 
 
-def _cache_salt(body: schema.GenerationRequest) -> str | None:
-    """Return the salt of the request's cached prefixes; `prompt_cache_key` is part of it."""
-    if not body.prompt_cache_key:
+def _cache_salt(body: schema.GenerationRequest, key: str | None) -> str | None:
+    """Return the salt of the request's cached prefixes and of the pool of earlier outputs.
+
+    It depends on the API key, because cached_tokens and times show whether a prefix is cached.
+    """
+    if key in (None, NO_KEY) and not body.prompt_cache_key:
         return body.cache_salt
-    return json.dumps([body.cache_salt, body.prompt_cache_key])
+    return json.dumps([key, body.cache_salt, body.prompt_cache_key])
 
 
 def _text(content: str | Sequence[schema.TextPart]) -> str:

@@ -14,7 +14,7 @@ from typing import Literal
 from starlette.types import Receive
 
 from draftproof.serve.http.errors import ApiError
-from draftproof.serve.http.request_log import RequestRecord
+from draftproof.serve.http.request_log import NO_KEY, RequestRecord
 from draftproof.serve.settings import Settings
 
 SWEEP_SECONDS = 1.0  # between two checks for timeouts
@@ -83,7 +83,7 @@ class OpenRequestCounts:
     """
 
     def __init__(self, settings: Settings, row: int = 0, num_rows: int = 1, fd: int | None = None) -> None:
-        names = dict.fromkeys(["all", "-", *settings.api_keys.names])  # "-": without a key
+        names = dict.fromkeys(["all", NO_KEY, *settings.api_keys.names])
         self._columns = {name: i for i, name in enumerate(names)}
         self._width = len(names)
         size = num_rows * self._width * ENTRY_BYTES

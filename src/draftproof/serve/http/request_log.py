@@ -14,6 +14,7 @@ from typing import Any
 
 from draftproof.errors import ConfigError
 
+NO_KEY = "-"  # name of the key of requests without one
 LOGGER = logging.getLogger("draftproof.serve")
 
 
@@ -61,7 +62,7 @@ class RequestRecord:
     method: str
     path: str
     started: float
-    key: str = "-"  # short name of the API key
+    key: str = NO_KEY  # short name of the API key
     status: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
 
