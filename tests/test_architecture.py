@@ -18,7 +18,7 @@ from draftproof.config import EngineConfig
 from draftproof.ops import BACKENDS
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
-from draftproof.sampling_params import SamplingParams
+from draftproof.sampling_params import PYTHON_OPTIONS, SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.structured_outputs import StructuredOutputs
 from draftproof.verify import STRATEGIES
@@ -232,7 +232,7 @@ def test_every_option_is_documented() -> None:
     names -= {"speculative", "options"}  # containers of the others
     assert sorted(name for name in names if f"`{name}`" not in options) == []
     server = (REPO / "docs" / "server.md").read_text()
-    request_options = {f.name for f in fields(SamplingParams)} - {"logits_processors"}  # not sent over HTTP
+    request_options = {f.name for f in fields(SamplingParams)} - PYTHON_OPTIONS
     assert sorted(name for name in request_options if f"`{name}`" not in server) == []
 
 

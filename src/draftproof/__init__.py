@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from draftproof.sampling_params import SpeculativeParams as SpeculativeParams
     from draftproof.speculative_config import SpeculativeConfig as SpeculativeConfig
     from draftproof.structured_outputs import StructuredOutputs as StructuredOutputs
+    from draftproof.text.prompts import TextPrompt as TextPrompt
+    from draftproof.text.prompts import TokensPrompt as TokensPrompt
 
 __version__ = "0.2.0"
 
@@ -43,6 +45,7 @@ _NAMES = {
     "sampling_params": ("SamplingParams", "SpeculativeParams"),
     "speculative_config": ("SpeculativeConfig",),
     "structured_outputs": ("StructuredOutputs",),
+    "text.prompts": ("TextPrompt", "TokensPrompt"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = [*_HOMES, "__version__"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftproof.errors import RequestError, nearest
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LogitsProcessor = Callable[[Sequence[int], "Tensor"], "Tensor"]
 LogprobsMode = Literal["raw", "processed"]
 
+PYTHON_OPTIONS = {"logits_processors", "detokenize", "truncate_prompt_tokens"}  # not sent over HTTP
 MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)  # a negative seed is taken modulo 2**63
 FRESH_SEED = -1  # no seed: a fresh one, as in vLLM and llama.cpp
@@ -68,7 +69,7 @@ class SpeculativeParams:
 class SamplingParams:
     """Options of one request, frozen and valid once built. An unknown name raises TypeError."""
 
-    n: int = 1
+    n: int = field(default=1, kw_only=False)  # vLLM's first field, also by position
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: all
@@ -81,13 +82,15 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
     seed: int | None = None
-    max_tokens: int | None = 16
+    max_tokens: int | None = 16  # 0 with prompt_logprobs: no output
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True  # False: outputs have token ids and no text
+    truncate_prompt_tokens: int | None = None  # keep the last k tokens; -1: as many as the model can take
     # None: no logprobs; 0: of the sampled token; k: and of the k best; -1: of the whole vocabulary
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -99,8 +102,11 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | dict[str, Any] | None = None  # format of the output
     priority: int = 0  # smaller ones are scheduled first
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
+    # options of vLLM that are checked and not stored
+    best_of: InitVar[int | None] = None
+    spaces_between_special_tokens: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, best_of: int | None, spaces_between_special_tokens: bool) -> None:
         """Check every option and convert sequences and numbers to plain tuples and numbers."""
         for name in (*_RANGES, *_INTEGERS):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
@@ -118,6 +124,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             text = f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})"
             raise RequestError(text, "min_tokens")
+        self._check_vllm_options(best_of, spaces_between_special_tokens)
         if self.logprobs_mode not in ("raw", "processed"):
             raise RequestError("logprobs_mode must be 'raw' or 'processed'", "logprobs_mode")
         if self.logprob_token_ids is not None and self.logprobs:
@@ -127,6 +134,27 @@ class SamplingParams:
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise RequestError("cache_salt must be a non-empty string", "cache_salt")
         self._freeze()
+
+    def _check_vllm_options(self, best_of: int | None, spaces_between_special_tokens: bool) -> None:
+        """Refuse values that are not honoured, and combinations without an effect."""
+        if best_of is not None and best_of != self.n:
+            text = "set n, and choose among the outputs by cumulative_logprob (logprobs=0)"
+            raise RequestError(f"best_of={best_of!r} is not supported: {text}", "best_of")
+        if not isinstance(spaces_between_special_tokens, bool):
+            name = "spaces_between_special_tokens"  # has no effect on a tokenizer.json or GGUF tokenizer
+            raise RequestError(f"{name} must be true or false", name)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError("max_tokens must be at least 1, unless prompt_logprobs is set", "max_tokens")
+        if self.max_tokens == 0 and self.n != 1:
+            raise RequestError("max_tokens=0 returns no output: leave n at 1", "n")
+        if not self.detokenize and self.stop:
+            raise RequestError("stop needs the text of the output: leave detokenize true", "detokenize")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens must be positive or -1", "truncate_prompt_tokens")
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """Return a copy, with `changes` applied: the options of an instance cannot be assigned."""
+        return replace(self, **changes)
 
     def _freeze(self) -> None:
         put = object.__setattr__
@@ -214,12 +242,21 @@ _RANGES = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (1 / MAX_VALUE, MAX_VALUE),
 }
-_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "include_draft_logprobs")
+_SWITCHES = (
+    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "include_draft_logprobs"),
+    "detokenize",
+)
 _LISTS = ("stop", "bad_words", "stop_token_ids", "logits_processors")
 _ID_LISTS = ("allowed_token_ids", "logprob_token_ids")  # None: the option is off
-_OPTIONAL_INTEGERS = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
-_INTEGERS: dict[str, int | None] = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 1}  # smallest values
-_INTEGERS |= {"logprobs": -1, "prompt_logprobs": -1, "seed": None, "priority": None}
+_OPTIONAL_INTEGERS = ("max_tokens", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens")
+_INTEGERS: dict[str, int | None] = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 0}  # smallest values
+_INTEGERS |= {
+    "logprobs": -1,
+    "prompt_logprobs": -1,
+    "seed": None,
+    "priority": None,
+    "truncate_prompt_tokens": -1,
+}
 
 
 def top_of(count: int | None, vocab: int) -> int:

@@ -21,7 +21,7 @@ MAX_SOURCE_CHARS = 1 << 20  # of a schema, regex, grammar, or all choices togeth
 class StructuredOutputs:
     """Constraint of an output: exactly one of the first five fields; the others are its options."""
 
-    json: str | dict[str, Any] | None = None  # a JSON schema
+    json: str | dict[str, Any] | type | None = None  # a JSON schema, or a pydantic class
     regex: str | None = None  # of the whole output
     choice: Sequence[str] | None = None
     grammar: str | None = None  # EBNF ("root ::= …"), or Lark ("start: …")
@@ -90,10 +90,14 @@ def _schema_text(schema: Any) -> str | None:
     if schema is None:
         return None
     try:
+        if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
         if isinstance(schema, str):
             schema = json_format.loads(schema)
         if not isinstance(schema, dict):
-            raise _error(f"json must be a JSON schema (an object, or its text), got {schema!r}")
+            raise _error(
+                f"json must be a JSON schema (an object, its text, or a pydantic class), got {schema!r}"
+            )
         return json_format.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, RequestError):

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from draftproof.engine.validation import Limits
-from draftproof.sampling_params import SamplingParams
+from draftproof.sampling_params import PYTHON_OPTIONS, SamplingParams
 from draftproof.serve.api.openapi import document
 from draftproof.serve.api.request_schema import (
     UNSUPPORTED,
@@ -92,7 +92,7 @@ def test_schema_has_every_sampling_option_and_no_unsupported_one() -> None:
     common = set(GenerationRequest.__struct_fields__)
     completion = set(CompletionRequest.__struct_fields__)
     chat = set(ChatCompletionRequest.__struct_fields__)
-    sampling = {each.name for each in fields(SamplingParams)} - {"logits_processors"}
+    sampling = {each.name for each in fields(SamplingParams)} - PYTHON_OPTIONS
     more = {"return_token_ids", "request_id", "provenance", "stream_granularity", "stream", "stream_options"}
     assert common >= more and completion >= sampling - {"prediction"} and chat >= sampling
     assert {"echo", "prompt"} <= completion and {"chat_template_kwargs", "top_logprobs"} <= chat

@@ -54,6 +54,8 @@ def check_request(request: Request, limits: Limits) -> int:
             "structured_outputs must be compiled, as LLM does it, and given as the request's grammar",
             "structured_outputs",
         )
+    if params.max_tokens == 0:
+        raise RequestError("max_tokens=0 is an option of LLM and AsyncLLM: give at least 1", "max_tokens")
     _check_logprobs(params, limits)
     _check_speculation(request, limits)
     max_length, limit = limits.max_model_len, f"max_model_len={limits.max_model_len}"

@@ -76,6 +76,10 @@ class InputProcessor:
         if params.n > MAX_N:
             raise RequestError(f"n must be at most {MAX_N}, got {params.n}: send the prompt again", "n")
         text, ids = self.read_prompt(prompt)
+        ids, params = self._truncated(ids, params), _with_salt(prompt, params)
+        is_prompt_only = params.max_tokens == 0
+        if is_prompt_only:  # the engine runs until a token is sampled, which is not returned
+            params = params.clone(max_tokens=1)
         if params.stop:
             self._need_tokenizer("stop")
         bad_words, prediction = self._bad_words(params), self._prediction(params)
@@ -94,7 +98,15 @@ class InputProcessor:
             )
             for i in range(params.n)
         ]
-        return Job(job_id, text, ids, requests, self.tokenizer, on_events)
+        tokenizer = self.tokenizer if params.detokenize else None
+        return Job(job_id, text, ids, requests, tokenizer, on_events, is_prompt_only)
+
+    def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
+        """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps."""
+        count = params.truncate_prompt_tokens
+        if count == -1:
+            count = max(1, self.engine.limits.max_model_len - (params.max_tokens or 1))
+        return ids if count is None else ids[-count:]
 
     def close(self) -> None:
         """Release what is not released by itself."""
@@ -105,13 +117,22 @@ class InputProcessor:
         if isinstance(prompt, str):
             return prompt, self._need_tokenizer("a text prompt").encode(prompt)
         if isinstance(prompt, Mapping):
-            if set(prompt) == {"prompt_token_ids"}:
-                return None, token_ids(prompt["prompt_token_ids"])
-            if set(prompt) == {"prompt"}:
-                return self.read_prompt(prompt["prompt"])
-            text = f"a prompt mapping has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}"
-            raise RequestError(text, "prompt")
+            return self._read_mapping(prompt)
         return None, token_ids(prompt)
+
+    def _read_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        """Return text and token ids of a `TextPrompt` or a `TokensPrompt`."""
+        known = ("prompt", "prompt_token_ids", "cache_salt")
+        given = {key for key, value in prompt.items() if value is not None or key in known}
+        if given - set(known) or not given & {"prompt", "prompt_token_ids"}:
+            message = f"a prompt mapping has the key 'prompt' or 'prompt_token_ids', not {sorted(given)}"
+            raise RequestError(message, "prompt")
+        if prompt.get("prompt_token_ids") is None and "prompt" in prompt:
+            return self.read_prompt(prompt["prompt"])
+        text = prompt.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"'prompt' beside 'prompt_token_ids' is their text, not {text!r}", "prompt")
+        return text, token_ids(prompt["prompt_token_ids"])
 
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
         """Return the grammar of `params.structured_outputs`, None without it."""
@@ -146,6 +167,16 @@ class InputProcessor:
         if isinstance(params.prediction, str):
             return self._need_tokenizer("prediction").encode(params.prediction, add_special_tokens=False)
         return params.prediction or ()
+
+
+def _with_salt(prompt: Prompt, params: SamplingParams) -> SamplingParams:
+    """Return params with the `cache_salt` of a prompt mapping."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is None or salt == params.cache_salt:
+        return params
+    if params.cache_salt is not None:
+        raise RequestError("the prompt and sampling_params have different cache_salts", "cache_salt")
+    return params.clone(cache_salt=salt)
 
 
 def params_for(

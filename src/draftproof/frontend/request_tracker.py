@@ -16,7 +16,7 @@ from draftproof.engine.step.step_results import Finish, StepResults, needs_host_
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.frontend.engine_client import EngineClient
 from draftproof.metrics import RequestStats, SpecStats
-from draftproof.outputs import FinishReason, LogprobRow, RequestOutput, TokenEvent
+from draftproof.outputs import CompletionOutput, FinishReason, LogprobRow, RequestOutput, TokenEvent
 from draftproof.text.bulk.output import BulkOutput
 from draftproof.text.bulk.output_table import FinishedOutput, OutputTable
 from draftproof.text.logprobs import LogprobMaps
@@ -38,6 +38,7 @@ class Job:
     requests: list[Request]
     tokenizer: Tokenizer | None
     on_events: OnEvents | None  # receives the events of a stream, step by step; None: not streamed
+    is_prompt_only: bool = False  # the one token that the engine generates is not part of the outputs
     max_length: int = 0
     outputs: Sequence[BulkOutput | StreamingOutput] = ()  # created when the job is opened
     prompt_logprob_rows: list[LogprobRow] = field(default_factory=list)
@@ -113,6 +114,8 @@ class RequestTracker:
     def open(self, job: Job) -> None:
         """Check a job against the engine's limits (RequestError) and create its outputs."""
         params = job.requests[0].params
+        if job.is_prompt_only and job.on_events is not None:
+            raise RequestError("max_tokens=0 leaves nothing to stream: use generate", "max_tokens")
         job.max_length = self.engine.check(job.requests[0])
         # an output without a reader is built in bulk
         is_bulk = job.on_events is None and not needs_host_logprobs(params, self.engine.limits.vocab_size)
@@ -188,7 +191,7 @@ class RequestTracker:
             prompt=job.prompt,
             prompt_token_ids=job.prompt_token_ids,
             prompt_logprobs=prompt_logprobs,
-            outputs=[output.output for output in job.outputs],
+            outputs=[_without_tokens(o.output) if job.is_prompt_only else o.output for o in job.outputs],
             finished=job.is_finished,
             metrics=total,
             num_cached_tokens=stats[0].num_cached_tokens if stats else 0,
@@ -288,6 +291,13 @@ class RequestTracker:
         self.stats.add(job.outputs[index].output.metrics)
         job.num_finished += 1
         return [job] if job.is_finished else []
+
+
+def _without_tokens(output: CompletionOutput) -> CompletionOutput:
+    """Return an empty output that ended as `output` did; by its length, unless it failed."""
+    has_failed = output.finish_reason in ("abort", "error")
+    reason = output.finish_reason if has_failed else "length"
+    return CompletionOutput(output.index, output.seed, finish_reason=reason, error=output.error)
 
 
 def _first(times: Iterable[float | None]) -> float | None:

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from draftproof.errors import RequestError
+
+
+class TextPrompt(TypedDict):
+    """Prompt given as a text, under the name that vLLM has for it."""
+
+    prompt: str
+    cache_salt: NotRequired[str | None]
+
+
+class TokensPrompt(TypedDict):
+    """Prompt given as token ids, under the name that vLLM has for it; `prompt` is their text."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str | None]
+
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
