@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from draftproof.outputs import CompletionOutput as CompletionOutput
     from draftproof.outputs import Logprob as Logprob
     from draftproof.outputs import RequestOutput as RequestOutput
+    from draftproof.outputs import ScoreOutput as ScoreOutput
     from draftproof.outputs import TokenEvent as TokenEvent
     from draftproof.sampling_params import SamplingParams as SamplingParams
     from draftproof.sampling_params import SpeculativeParams as SpeculativeParams
@@ -41,7 +42,7 @@ _NAMES = {
     ),
     "llm": ("LLM",),
     "metrics": ("EngineStats", "SpecStats"),
-    "outputs": ("CompletionOutput", "Logprob", "RequestOutput", "TokenEvent"),
+    "outputs": ("CompletionOutput", "Logprob", "RequestOutput", "ScoreOutput", "TokenEvent"),
     "sampling_params": ("SamplingParams", "SpeculativeParams"),
     "speculative_config": ("SpeculativeConfig",),
     "structured_outputs": ("StructuredOutputs",),

@@ -94,7 +94,7 @@ class AsyncLLM:
     ) -> tuple[Job, StreamQueue]:
         if (error := self._thread.closed_error()) is not None:
             raise error
-        params = params_for([prompt], sampling_params)[0]
+        params = params_for([prompt], sampling_params, self._llm.default_params)[0]
         make = partial(self._llm.new_job, prompt, params, job_id)
         # a long text or a grammar takes time: keep it off the caller's loop and the engine thread
         texts = (text for text in (prompt, params.prediction) if isinstance(text, str))

@@ -80,6 +80,12 @@ class EngineConfig:
     max_logprobs: int = option(20, "largest number of logprobs per token in a request; -1: no limit")
     seed: int | None = option(None, "source of the seeds of requests without one, and of dummy weights")
     speculative: SpeculativeConfig | None = None
+    generation_config: str = option(
+        "auto",
+        "sampling options of requests that give none; `auto`: `generation_config.json` of the model, `vllm`: "
+        "the defaults of `SamplingParams`, or a folder with the file",
+        api_only=True,
+    )
     enforce_eager: bool = option(False, "run every step op by op, without captured graphs")
     warm_up: bool = option(True, "capture and time steps at start-up", api_only=True)
     overlap: bool | None = option(
@@ -127,7 +133,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("skip_tokenizer_init and tokenizer are given: leave one out")
-        for name in ("device", "backend", "tokenizer", "revision"):
+        for name in ("device", "backend", "tokenizer", "revision", "generation_config"):
             value = getattr(self, name)
             optional = name in ("tokenizer", "revision")
             if not isinstance(value, (str, PathLike)) and not (optional and value is None):

@@ -15,10 +15,12 @@ from draftproof.errors import EngineClosedError, LoadError, QueueFullError
 from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
 from draftproof.frontend.progress import progress_bar
 from draftproof.frontend.request_tracker import Job, OnEvents, RequestTracker
+from draftproof.frontend.scoring import score_output
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
-from draftproof.outputs import RequestOutput, TokenEvent
+from draftproof.outputs import RequestOutput, ScoreOutput, TokenEvent
 from draftproof.sampling_params import SamplingParams
+from draftproof.text.generation_config import default_params
 from draftproof.text.grammar.compiler import GrammarCompiler
 from draftproof.text.prompts import Prompt, prompt_list
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
@@ -50,6 +52,7 @@ class LLM(InputProcessor):
             seed=self.config.seed or 0,
         )
         self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
+        self.default_params = default_params(self.config.generation_config, checkpoint.source)
         with progress_bar() as show:
             self.engine = Engine(self.config, checkpoint, show)
         self._grammars = GrammarCompiler(self.tokenizer, self.engine.limits.vocab_size, self._eos_token_ids())
@@ -66,7 +69,7 @@ class LLM(InputProcessor):
     ) -> list[RequestOutput]:
         """Return one RequestOutput for each prompt, in order; `sampling_params`: one for all, or one each."""
         listed = prompt_list(prompts)
-        params = params_for(listed, sampling_params)
+        params = params_for(listed, sampling_params, self.default_params)
         jobs = (self._open_job(prompt, p) for prompt, p in zip(listed, params, strict=True))
         with _no_full_collection():
             return self._run(jobs, len(listed), progress=use_tqdm and len(listed) > 1)
@@ -88,9 +91,25 @@ class LLM(InputProcessor):
         prompts = [{"prompt_token_ids": self.chat_token_ids(m, **template)} for m in several]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def score(
+        self,
+        contexts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+    ) -> list[ScoreOutput]:
+        """Return the log-likelihood of each continuation after its context.
+
+        One context is used for all continuations. A continuation is tokenized by itself, without special
+        tokens, so that the context has the same tokens with every continuation.
+        """
+        pairs = self.score_pairs(contexts, continuations)
+        prompts = [{"prompt_token_ids": context + rest} for context, rest in pairs]
+        results = self.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm)
+        return [score_output(len(pair[0]), result) for pair, result in zip(pairs, results, strict=True)]
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TokenEvent]:
         """Yield tokens as they are committed. Leaving the loop early aborts the request."""
-        params = params_for([prompt], sampling_params)[0]
+        params = params_for([prompt], sampling_params, self.default_params)[0]
         events: deque[TokenEvent] = deque()
         return self._events(self._open_job(prompt, params, events.extend), events)
 

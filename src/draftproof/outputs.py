@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -142,3 +143,18 @@ class RequestOutput:
         out = sum(len(o.token_ids) for o in self.outputs)
         prompt = len(self.prompt_token_ids)
         return {"prompt_tokens": prompt, "completion_tokens": out, "total_tokens": prompt + out}
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """Log-likelihood of a continuation after its context. The lists have one entry a token."""
+
+    prompt_token_ids: list[int]  # of the context
+    token_ids: list[int]
+    token_logprobs: list[float]
+    is_greedy: bool  # each token is the likeliest at its position
+
+    @property
+    def logprob(self) -> float:
+        """Sum of the logprobs of the tokens."""
+        return math.fsum(self.token_logprobs)

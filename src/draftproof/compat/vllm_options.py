@@ -19,7 +19,7 @@ OPTION_ALIASES = {
 DTYPE_ALIASES = {"float": "float32", "bf16": "bfloat16", "fp32": "float32"}
 HALF_DTYPES = ("float16", "half", "fp16")
 # Options whose value None means the default in vLLM.
-NONE_IS_DEFAULT = ("page_size", "enable_prefix_caching", "dtype", "load_format")
+NONE_IS_DEFAULT = ("page_size", "enable_prefix_caching", "dtype", "load_format", "generation_config")
 
 
 class Rule(NamedTuple):
@@ -78,6 +78,9 @@ RULES: dict[str, Rule] = {
     ),
     "kv_cache_dtype": Rule(_one_of("auto"), "the KV cache has the dtype of the weights"),
     "calculate_kv_scales": Rule(_is_unset, "the KV cache has the dtype of the weights"),
+    "override_generation_config": Rule(
+        _is_unset, "pass SamplingParams, or a folder with generation_config.json as generation_config"
+    ),
     "swap_space": Rule(_one_of(0, 0.0), "preempted requests are computed again: leave it out"),
     "cpu_offload_gb": Rule(_one_of(0, 0.0), "weights and KV are kept on the device: use a smaller model"),
     "preemption_mode": Rule(_one_of("recompute"), "preempted requests are computed again: leave it out"),

@@ -12,10 +12,11 @@ from typing import Any
 from draftproof.config import EngineConfig
 from draftproof.errors import RequestError, nearest
 from draftproof.frontend.engine_client import EngineClient
+from draftproof.frontend.metric_list import Metric, metric_list
 from draftproof.frontend.request_tracker import Job, OnEvents, RequestTracker
 from draftproof.metrics import EngineStats, SpecStats
 from draftproof.sampling_params import MAX_SEED, SamplingParams
-from draftproof.text.prompts import Prompt, token_ids
+from draftproof.text.prompts import Prompt, prompt_list, token_ids
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Grammar, Request
 
@@ -32,6 +33,7 @@ class InputProcessor:
     engine: EngineClient
     tokenizer: Tokenizer | None
     tracker: RequestTracker
+    default_params = SamplingParams()  # of requests that give none
 
     def _init_seeds(self) -> None:
         """Set the source of seeds; with a configured seed the n-th request gets the same one in every run."""
@@ -46,6 +48,14 @@ class InputProcessor:
     def engine_stats(self) -> EngineStats:
         """Return counters, gauges and timings of the engine."""
         return self.engine.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """Return counters, gauges and histograms under the names of vLLM."""
+        return metric_list(str(self.config.model), self.engine_stats(), self.stats)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the options of requests that give none, from the model's generation_config.json."""
+        return self.default_params
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer; RequestError if the model has none."""
@@ -107,6 +117,27 @@ class InputProcessor:
         if count == -1:
             count = max(1, self.engine.limits.max_model_len - (params.max_tokens or 1))
         return ids if count is None else ids[-count:]
+
+    def score_pairs(
+        self, contexts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]
+    ) -> list[tuple[list[int], list[int]]]:
+        """Return the token ids of contexts and continuations; RequestError if one has none."""
+        before = [self.read_prompt(context)[1] for context in prompt_list(contexts)]
+        after = []
+        for part in prompt_list(continuations):
+            if isinstance(part, str):
+                after.append(self._need_tokenizer("a text").encode(part, add_special_tokens=False))
+            else:
+                after.append(self.read_prompt(part)[1])
+        if len(before) == 1:
+            before *= len(after)
+        if len(before) != len(after):
+            raise RequestError(
+                f"{len(before)} contexts and {len(after)} continuations: give one context or one each"
+            )
+        if not all(before) or not all(after):
+            raise RequestError("a context or continuation has no tokens: begin with the bos token at least")
+        return list(zip(before, after, strict=True))
 
     def close(self) -> None:
         """Release what is not released by itself."""
@@ -180,11 +211,13 @@ def _with_salt(prompt: Prompt, params: SamplingParams) -> SamplingParams:
 
 
 def params_for(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    default: SamplingParams,
 ) -> list[SamplingParams]:
-    """Return one SamplingParams for each prompt, from one for all or a list."""
+    """Return one SamplingParams for each prompt, from one for all or a list; `default` for None."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+        return [params or default] * len(prompts)
     if isinstance(params, Mapping) or not all(isinstance(p, SamplingParams) for p in params):
         raise RequestError(f"sampling_params must be SamplingParams, one or a list, not {params!r}")
     if len(params) != len(prompts):

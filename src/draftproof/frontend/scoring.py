@@ -1,0 +1,24 @@
+"""Log-likelihoods of continuations, from the prompt logprobs of a request without output."""
+
+from __future__ import annotations
+
+from draftproof.errors import DraftproofError
+from draftproof.outputs import RequestOutput, ScoreOutput
+
+
+def score_output(num_context: int, result: RequestOutput) -> ScoreOutput:
+    """Return the score of the tokens after the first `num_context` of a prompt."""
+    if result.outputs[0].error is not None:
+        raise DraftproofError(f"a continuation could not be scored: {result.outputs[0].error}")
+    ids, rows = result.prompt_token_ids, result.prompt_logprobs
+    assert rows is not None
+    entries = []
+    for token, row in zip(ids[num_context:], list(rows)[num_context:], strict=True):
+        assert row is not None  # only the first token of a prompt has none
+        entries.append(row[token])
+    return ScoreOutput(
+        prompt_token_ids=ids[:num_context],
+        token_ids=ids[num_context:],
+        token_logprobs=[entry.logprob for entry in entries],
+        is_greedy=all(entry.rank == 1 for entry in entries),
+    )
