@@ -13,19 +13,20 @@ from typing import Any
 from draftproof.errors import RequestError, nearest
 
 PARAM = "structured_outputs"
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_SOURCE_CHARS = 1 << 20  # of a schema, regex, grammar, or all choices together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Constraint of an output: exactly one of the first five fields; the others are its options."""
+    """Constraint of an output: exactly one of the first six fields; the others are its options."""
 
     json: str | dict[str, Any] | type | None = None  # a JSON schema, or a pydantic class
     regex: str | None = None  # of the whole output
     choice: Sequence[str] | None = None
     grammar: str | None = None  # EBNF ("root ::= …"), or Lark ("start: …")
     json_object: bool | None = None  # any JSON object
+    structural_tag: str | dict[str, Any] | None = None  # free text with constrained sections, as in xgrammar
     reasoning_end: str | int | None = None  # text or token up to which the output is unconstrained
     disable_any_whitespace: bool = False  # JSON: exactly one space after ',' and ':', none elsewhere
     max_whitespace: int | None = None  # JSON: maximum whitespace in one place; None: no limit
@@ -54,8 +55,9 @@ class StructuredOutputs:
         if self.json_object not in (None, True, False):
             raise _error(f"json_object must be true, got {self.json_object!r}")
         object.__setattr__(self, "json", _schema_text(self.json))
+        object.__setattr__(self, "structural_tag", _tag_text(self.structural_tag))
         object.__setattr__(self, "choice", _choices(self.choice))
-        source = self.json or self.regex or self.grammar or "".join(self.choice or ())
+        source = self.json or self.regex or self.grammar or self.structural_tag or "".join(self.choice or ())
         assert isinstance(source, str)
         if len(source) > MAX_SOURCE_CHARS:
             raise _error(f"{self.kind} has {len(source)} characters, the limit is {MAX_SOURCE_CHARS}")
@@ -103,6 +105,47 @@ def _schema_text(schema: Any) -> str | None:
         if isinstance(error, RequestError):
             raise
         raise _error(f"json is not JSON: {error}") from error
+
+
+def _tag_text(tag: Any) -> str | None:
+    """Return a structural tag as text. A mapping with `structures` and `triggers` is vLLM's older form."""
+    if tag is None:
+        return None
+    try:
+        value = json_format.loads(tag) if isinstance(tag, str) else tag
+        if not isinstance(value, dict):
+            raise _error(f"structural_tag must be an object or its text, got {tag!r}")
+        if "structures" in value and "triggers" in value:
+            tags = [
+                {
+                    "begin": each["begin"],
+                    "content": {"type": "json_schema", "json_schema": each["schema"]},
+                    "end": each["end"],
+                }
+                for each in value["structures"]
+            ]
+            content = {"type": "triggered_tags", "triggers": value["triggers"], "tags": tags}
+            value = {"type": "structural_tag", "format": content}
+        return json_format.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError, LookupError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise _error(f"structural_tag cannot be read: {error!r}") from error
+
+
+def schemas_of_tag(text: str) -> list[Any]:
+    """Return the JSON schemas inside a structural tag, given as text."""
+    found, pending = [], [json_format.loads(text)]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if "json_schema" in value:
+                found.append(value["json_schema"])
+                continue
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    return found
 
 
 def _choices(choice: Any) -> tuple[str, ...] | None:

@@ -50,13 +50,14 @@ class Speculative(Strict, kw_only=True):
 
 
 class Structure(Strict, kw_only=True):
-    """Grammar of the output: exactly one of json, regex, choice, grammar, json_object."""
+    """Grammar of the output: exactly one of json, regex, choice, grammar, json_object, structural_tag."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
     reasoning_end: str | int | None = None
     disable_any_whitespace: bool = False
     max_whitespace: OneOrMore | None = None

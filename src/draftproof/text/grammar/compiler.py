@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
-from draftproof.structured_outputs import PARAM, StructuredOutputs
+from draftproof.structured_outputs import PARAM, StructuredOutputs, schemas_of_tag
 from draftproof.text.grammar.json_schema_check import not_enforced
 from draftproof.text.grammar.process import GrammarProcess
 from draftproof.text.grammar.reasoning import ReasoningEnd
@@ -168,6 +168,10 @@ def _job(outputs: StructuredOutputs) -> tuple[str, str, dict[str, Any]]:
         any_whitespace = not outputs.disable_any_whitespace
         whitespace = {"any_whitespace": any_whitespace, "max_whitespace_cnt": outputs.max_whitespace}
         return kind, source if kind == "json" else "", whitespace
+    if kind == "structural_tag":
+        for schema in schemas_of_tag(source):
+            if problem := not_enforced(schema):
+                raise RequestError(f"structured_outputs: structural_tag cannot be used: {problem}", PARAM)
     if kind == "choice":
         return "grammar", "root ::= " + " | ".join(map(_literal, source)), {}
     return kind, to_compiler_dialect(source) if kind == "regex" else source, {}

@@ -56,6 +56,9 @@ def _build(xgrammar: Any, info: Any, kind: str, source: str, options: dict[str, 
         return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, **options)
     if kind == "regex":
         return compiler.compile_regex(source)
+    if kind == "structural_tag":
+        grammar = xgrammar.Grammar.from_structural_tag(source)
+        return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(str(grammar).replace(LOOSE, TIGHT)))
     if "::=" in source:
         return compiler.compile_grammar(source)
     return compiler.compile_lark(source)
