@@ -92,7 +92,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": 2}, "logprobs"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
@@ -121,7 +121,7 @@ def test_error_message_contains_a_hint(served: Served) -> None:
         return served.post("/v1/chat/completions", {**CHAT, **change}).json()["error"]["message"]
 
     assert "did you mean 'temperature'" in message(temprature=1)
-    assert message(tools=[{"type": "function"}]) == "tools: tool calls are not supported"
+    assert message(functions=[{"name": "f"}]) == "functions: use tools"
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert "only text is supported" in message(messages=[image])
 

@@ -103,16 +103,19 @@ def test_schema_has_every_sampling_option_and_no_unsupported_one() -> None:
 def test_unsupported_option_is_accepted_only_with_a_value_without_effect(name: str) -> None:
     """Some clients always send such fields."""
     reason, values = UNSUPPORTED[name]
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    kind: Any = ChatCompletionRequest
+    if name in ChatCompletionRequest.__struct_fields__:  # unsupported by the other route
+        body, kind = {"model": "m", "prompt": "x"}, CompletionRequest
     for value in values:
         for more in ({}, {"n": 2.0}):
-            found = decode(msgspec.json.encode({**body, **more, name: value}), ChatCompletionRequest)
+            found = decode(msgspec.json.encode({**body, **more, name: value}), kind)
             assert found.n == more.get("n") and found.model == "m"
     with pytest.raises(ApiError) as caught:
-        decode(msgspec.json.encode({**body, name: "anything"}), ChatCompletionRequest)
+        decode(msgspec.json.encode({**body, name: "anything"}), kind)
     assert caught.value.status == 400 and reason in caught.value.message
     with pytest.raises(ApiError, match="nonsense"):
-        decode(msgspec.json.encode({**body, name: values[0], "nonsense": 1}), ChatCompletionRequest)
+        decode(msgspec.json.encode({**body, name: values[0], "nonsense": 1}), kind)
 
 
 @pytest.mark.parametrize(

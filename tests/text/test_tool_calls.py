@@ -70,6 +70,12 @@ CASES = [
     ),
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]time{{}}", "", [OSLO, NOW]),
     ("mistral", "[TOOL_CALLS]time[CALL_ID]abc123def[ARGS]{}", "", [NOW]),
+    (
+        "json_list",
+        f'[{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "time", "arguments": {{}}}}]',
+        "",
+        [OSLO, NOW],
+    ),
     ("mistral", "a list [TOOL", "a list [TOOL", []),
     (
         "deepseek",

@@ -64,6 +64,8 @@ def _add_server_options(group: Any) -> None:
     add("--vllm-metrics", action="store_true", help="export the speculation counters under vllm: as well")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--log-file", metavar="FILE", help="file for JSON log lines (default: standard error)")
+    text = "format of tool calls, such as hermes (default: that of the chat template)"
+    add("--tool-call-parser", metavar="NAME", help=text)
     add("--log-prompts", action="store_true", help="include prompts in the log")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftproof.errors import ConfigError
+from draftproof.text.tool_calls.formats import find_format
 
 KEY_VARIABLE = "DRAFTPROOF_API_KEY"  # one key, or several separated by commas
 
@@ -35,6 +36,7 @@ class Settings:
     log_prompts: bool = False
     share_prefix_cache: bool = False  # between API keys
     max_priority: int = 0  # requests may have a priority from -max_priority to max_priority
+    tool_call_parser: str | None = None  # format of tool calls; None: that of the chat template
 
     def __post_init__(self) -> None:
         optional = ("max_prompt_tokens", "max_concurrent_per_key")
@@ -47,6 +49,8 @@ class Settings:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
         if isinstance(self.max_priority, bool) or not 0 <= self.max_priority < 1 << 31:
             raise ConfigError(f"max_priority must lie in 0..2**31 - 1, got {self.max_priority!r}")
+        if self.tool_call_parser is not None:
+            find_format(self.tool_call_parser)
         for name in ("request_seconds", "body_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")

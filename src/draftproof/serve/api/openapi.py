@@ -56,6 +56,7 @@ GETS: dict[str, tuple[str, type[Any] | None]] = {
     "/metrics": ("Metrics for Prometheus.", None),
 }
 CONVERSATION_FIELDS = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+CONVERSATION_FIELDS |= {"tools"}
 
 
 def document(

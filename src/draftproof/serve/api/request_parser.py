@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +14,23 @@ import msgspec
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.api import request_schema as schema
+from draftproof.serve.api.tool_options import (
+    ToolOptions,
+    message_fields,
+    read_tools,
+    template_tools,
+    with_tool_prompt,
+)
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.io import in_thread_if
 from draftproof.serve.http.request_log import NO_KEY
 from draftproof.serve.settings import Settings
 from draftproof.text.tokenizer import Tokenizer
+from draftproof.text.tool_calls.formats import detect, find_format
 
 LONG_TEXT_CHARACTERS = 4096  # longer texts are tokenized in a thread, not on the event loop
 RESERVED_TEMPLATE_NAMES = {
-    *("self", "messages", "chat_template"),
+    *("self", "messages", "chat_template", "tools"),
     *("add_generation_prompt", "continue_final_message"),
 }
 TOO_LONG = "context_length_exceeded"  # the code that clients test for
@@ -55,6 +64,7 @@ class ParsedRequest:
     as_ids: bool = False
     provenance: bool = False
     structure_option: str = "structured_outputs"  # the option that gave the grammar
+    tools: ToolOptions | None = None
     num_logprob_entries: int = 0  # upper bound of the logprobs in the response
 
 
@@ -64,6 +74,11 @@ class RequestParser:
     def __init__(self, llm: Any, settings: Settings) -> None:
         self._llm, self._settings = llm, settings
         self.tokenizer: Tokenizer = llm.get_tokenizer()
+        template = self.tokenizer.chat_template
+        source = "" if template is None else template.source
+        name = settings.tool_call_parser
+        self._tool_format = detect(source) if name is None else find_format(name)
+        self._renders_tools = re.search(r"\btools\b", source) is not None
 
     async def completion(self, body: schema.CompletionRequest, seed: int, key: str = NO_KEY) -> ParsedRequest:
         """Parse a body of /v1/completions. `key`: short name of the API key."""
@@ -108,6 +123,7 @@ class RequestParser:
         self._check_logprobs("top_logprobs", body.top_logprobs)
         if body.prediction is not None and not self._llm.limits.speculative_tokens:
             raise ApiError(400, f"prediction: {PREDICTION_HINT}", "prediction", "unsupported_option")
+        tools = read_tools(body, self._tool_format)
         prediction = None if body.prediction is None else _text(body.prediction.content)
         self._check_characters(len(prediction or ""), "prediction", self._llm.limits.max_model_len)
         params = self._params(
@@ -118,6 +134,7 @@ class RequestParser:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             prediction=prediction,
+            **_tool_params(tools),
         )
         self._check_characters(sum(len(_text(message.content)) for message in body.messages), "messages")
         prompt = ParsedPrompt(await self.conversation(body))
@@ -126,7 +143,8 @@ class RequestParser:
             is_chat=True,
             prompts=[prompt],
             params=params,
-            **self._output_options(body),
+            **self._output_options(body, tools),
+            tools=tools,
             num_logprob_entries=self._count_logprobs([prompt], params),
         )
 
@@ -139,15 +157,37 @@ class RequestParser:
         assert not isinstance(body.messages, msgspec.UnsetType)
         continues = bool(body.continue_final_message)
         add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+        messages, names = self._template_input(body, names)
         render = partial(
             self._llm.chat_token_ids,
-            [_message(message) for message in body.messages],
+            messages,
             chat_template_kwargs=names,
             add_generation_prompt=add_prompt,
             continue_final_message=continues,
         )
         size = sum(len(_text(message.content)) for message in body.messages)
         return await in_thread_if(size > LONG_TEXT_CHARACTERS, render)
+
+    def _template_input(
+        self, body: schema.ChatCompletionRequest | schema.TokenizeRequest, names: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the messages and names that the template gets, tools included."""
+        assert not isinstance(body.messages, msgspec.UnsetType)
+        form = self._tool_format
+        as_text = form is not None and form.has_text_arguments
+        messages = [
+            {**_message(message), **message_fields(message, at, as_text)}
+            for at, message in enumerate(body.messages)
+        ]
+        if not body.tools or (isinstance(body, schema.ChatCompletionRequest) and body.tool_choice == "none"):
+            return messages, names
+        tools = template_tools(body.tools)
+        if self._renders_tools:
+            return messages, {**names, "tools": tools}
+        if form is None or not form.has_system_prompt:
+            text = "tools: the chat template of this model has none"
+            raise ApiError(400, f"{text}; start the server with --tool-call-parser hermes", "tools")
+        return with_tool_prompt(messages, tools), names
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text."""
@@ -177,7 +217,9 @@ class RequestParser:
         if count is not None and 0 <= limit < count:
             raise ApiError(400, f"{name}: {count} exceeds max_logprobs of this server, {limit}", name)
 
-    def _output_options(self, body: schema.GenerationRequest) -> dict[str, Any]:
+    def _output_options(
+        self, body: schema.GenerationRequest, tools: ToolOptions | None = None
+    ) -> dict[str, Any]:
         """Return the fields of ParsedRequest that are the same for both routes."""
         options = body.stream_options
         return {
@@ -189,7 +231,7 @@ class RequestParser:
             "token_ids": bool(body.return_token_ids),
             "as_ids": bool(body.return_tokens_as_token_ids),
             "provenance": bool(body.provenance),
-            "structure_option": _structure(body)[1],
+            "structure_option": "tools" if tools and tools.structural_tag else _structure(body)[1],
         }
 
     def _params(self, body: schema.GenerationRequest, seed: int, key: str, **more: Any) -> SamplingParams:
@@ -204,8 +246,10 @@ class RequestParser:
         if (salt := _cache_salt(body, None if self._settings.share_prefix_cache else key)) is not None:
             given["cache_salt"] = salt
         structure, option = _structure(body)
+        if "structured_outputs" in more:
+            structure, option = more.pop("structured_outputs"), "tools"
         try:
-            return SamplingParams(seed=seed, structured_outputs=structure, **given, **more)
+            return SamplingParams(seed=seed, structured_outputs=structure, **{**given, **more})
         except RequestError as error:
             param = option if error.param == "structured_outputs" else error.param
             raise ApiError(400, str(error), param) from error
@@ -311,14 +355,26 @@ def _cache_salt(body: schema.GenerationRequest, key: str | None) -> str | None:
     return json.dumps([key, body.cache_salt, body.prompt_cache_key])
 
 
-def _text(content: str | Sequence[schema.TextPart]) -> str:
+def _tool_params(tools: ToolOptions | None) -> dict[str, Any]:
+    """Return the sampling parameters that follow from tools."""
+    found: dict[str, Any] = {}
+    if tools is not None and tools.structural_tag is not None:
+        found["structured_outputs"] = {"structural_tag": tools.structural_tag}
+    if tools is not None and tools.keeps_special_tokens:
+        found["skip_special_tokens"] = False
+    return found
+
+
+def _text(content: str | Sequence[schema.TextPart] | None) -> str:
+    if content is None:
+        return ""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _message(message: schema.Message) -> dict[str, Any]:
     """Return a message for the chat template; the role "developer" becomes "system"."""
-    role = "system" if message.role == "developer" else message.role
-    content: Any = message.content
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    content: Any = message.content or ""
     if not isinstance(content, str):
         content = [{"type": "text", "text": part.text} for part in content]
     named = {} if message.name is None else {"name": message.name}

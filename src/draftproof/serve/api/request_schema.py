@@ -24,6 +24,7 @@ TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,9}$")]
 TemplateName = Annotated[str, Meta(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 MetadataKey = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+FunctionName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 TemplateNames = Annotated[dict[TemplateName, Any], Meta(max_length=64)]
 Logprobs = Count  # the engine's max_logprobs limits it further, see RequestParser
 
@@ -154,16 +155,65 @@ class TextPart(Strict, kw_only=True, tag_field="type", tag="text"):
     text: str
 
 
+class CalledFunction(Strict, kw_only=True):
+    """Function and arguments of a call."""
+
+    name: FunctionName
+    arguments: str = ""
+
+
+class MessageToolCall(Strict, kw_only=True):
+    """Tool call in a message of the assistant."""
+
+    id: Annotated[str, Meta(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # some clients send the field of a stream back
+
+
+class Function(Strict, kw_only=True):
+    """Function that the model may call; `parameters` is a JSON schema."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict, kw_only=True):
+    """Tool that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Strict, kw_only=True):
+    """Name of the function that must be called."""
+
+    name: FunctionName
+
+
+class ToolChoice(Strict, kw_only=True):
+    """Choice of one function."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+Tools = Annotated[list[Tool], Meta(max_length=128)]
+
+
 class Message(Strict, kw_only=True):
     """One message. A client may send a generated message back with its nulls and empty lists."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Meta(min_length=1)]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1)] | None = None
     name: Annotated[str, Meta(min_length=1, max_length=64)] | None = None  # for templates that use it
     refusal: None = None
     audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[None], Meta(max_length=0)] | None = None
+    function_call: CalledFunction | None = None
+    tool_calls: Annotated[list[MessageToolCall], Meta(max_length=128)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     annotations: Annotated[list[None], Meta(max_length=0)] | None = None
 
 
@@ -185,8 +235,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: TemplateNames | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[None], Meta(max_length=0)] | None = None
-    tool_choice: Literal["none"] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(Strict, kw_only=True):
@@ -199,6 +250,7 @@ class TokenizeRequest(Strict, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateNames | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 
@@ -210,15 +262,16 @@ class DetokenizeRequest(Strict, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-_NO_TOOLS, _NO_BEAM_SEARCH = "tool calls are not supported", "beam search is not supported"
+_NO_TOOLS = "tools are for /v1/chat/completions"
+_NO_BEAM_SEARCH = "beam search is not supported"
 _ONLY_TEXT, _USE_STRUCTURE = "only text is supported", "use structured_outputs"
 # options of other servers: why they are not supported, and values that change nothing and are accepted
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "suffix": ("text after the completion is not supported", (None, "")),
     "tools": (_NO_TOOLS, (None, [])),
     "tool_choice": (_NO_TOOLS, (None, "none", "auto")),
-    "functions": (_NO_TOOLS, (None, [])),
-    "function_call": (_NO_TOOLS, (None, "none", "auto")),
+    "functions": ("use tools", (None, [])),
+    "function_call": ("use tool_choice", (None, "none", "auto")),
     "parallel_tool_calls": (_NO_TOOLS, (None, True, False)),
     "audio": (_ONLY_TEXT, (None,)),
     "modalities": (_ONLY_TEXT, (None, ["text"])),

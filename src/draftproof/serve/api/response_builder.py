@@ -15,6 +15,7 @@ from draftproof.serve.api import response_schema as schema
 from draftproof.serve.api.logprob_format import LogprobFormatter, PromptRows, TokenStrings, logprob_rows
 from draftproof.serve.api.request_parser import ParsedPrompt, ParsedRequest
 from draftproof.serve.api.response_schema import ChatChunkChoice, CompletionChoice, CompletionLogprobs
+from draftproof.serve.api.tool_options import ChoiceStream
 from draftproof.serve.http.errors import ApiError
 
 Events = Sequence[TokenEvent]
@@ -89,6 +90,10 @@ class ResponseBuilder:
         if width == self._prompt_width:
             return list(rows)
         return [None if row is None else _cut_row(row, width) for row in rows]
+
+    def finish_reason(self, index: int, reason: str | None) -> Any:
+        """Return the finish reason of a streamed choice."""
+        return checked_reason(reason)
 
     def _choice_fields(self, output: CompletionOutput) -> Fields:
         """Return the fields of a whole choice that do not depend on the route."""
@@ -172,6 +177,10 @@ class ChatBuilder(ResponseBuilder):
 
     kind = "chat.completion.chunk"
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._streams: dict[int, ChoiceStream] = {}  # with tools: by choice
+
     def whole(self, outputs: Sequence[RequestOutput]) -> schema.ChatCompletionResponse:
         """Return the body of a request without streaming."""
         output = outputs[0]
@@ -189,7 +198,10 @@ class ChatBuilder(ResponseBuilder):
         if output.logprobs is not None:
             rows = logprob_rows(output.logprobs)
             logprobs = schema.ChatLogprobs(content=[self.logprobs.chat(row) for row in rows])
-        message, fields = schema.ChatMessage(content=output.text), self._choice_fields(output)
+        tools, fields = self.parsed.tools, self._choice_fields(output)
+        message = schema.ChatMessage(content=output.text) if tools is None else tools.message(output.text)
+        if message.tool_calls and output.finish_reason == "stop":
+            fields["finish_reason"] = "tool_calls"
         return schema.ChatChoice(index=output.index, message=message, logprobs=logprobs, **fields)
 
     def first_chunk(self, index: int, prompt: ParsedPrompt, rows: PromptRows) -> ChatChunkChoice | None:
@@ -198,12 +210,26 @@ class ChatBuilder(ResponseBuilder):
 
     def chunk(self, index: int, text: str, events: Events, shift: int) -> ChatChunkChoice:
         """Return the chunk of some tokens."""
-        made = ChatChunkChoice(index=index, delta=schema.Delta(content=text))
+        made = ChatChunkChoice(index=index, delta=self._delta(index, text, events))
         if self.parsed.params.wants_logprobs and events[0].logprob_row is not None:
             chat = self.logprobs.chat
             rows = [event.logprob_row for event in events if event.logprob_row is not None]
             made.logprobs = schema.ChatLogprobs(content=[chat(row) for row in rows])
         return made
+
+    def _delta(self, index: int, text: str, events: Events) -> schema.Delta:
+        tools = self.parsed.tools
+        if tools is None:
+            return schema.Delta(content=text)
+        stream = self._streams.setdefault(index, tools.stream())
+        return stream.delta(text, events[-1].finish_reason is not None)
+
+    def finish_reason(self, index: int, reason: str | None) -> Any:
+        """Return the finish reason of a streamed choice: "tool_calls" if it stopped after calls."""
+        stream = self._streams.get(index)
+        if reason == "stop" and stream is not None and stream.has_calls:
+            return "tool_calls"
+        return checked_reason(reason)
 
 
 def _cut_row(row: LogprobRow, width: int) -> LogprobRow:

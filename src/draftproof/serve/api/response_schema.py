@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 
 
 class ResponseStruct(msgspec.Struct, kw_only=True, gc=False):
@@ -164,12 +164,45 @@ class ChatLogprobs(ResponseStruct, kw_only=True):
     content: list[ChatLogprob]
 
 
+class FunctionCall(ResponseStruct, kw_only=True):
+    """Function and arguments of a call; the arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseStruct, kw_only=True):
+    """Tool call of a message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionDelta(ResponseStruct, kw_only=True):
+    """New part of a call's function; the name is in the first part only."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(ResponseStruct, kw_only=True):
+    """New part of a tool call."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class ChatMessage(ResponseStruct, kw_only=True):
     """Generated message."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Extras, kw_only=True):
@@ -204,6 +237,8 @@ class Delta(ResponseStruct, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Extras, kw_only=True):

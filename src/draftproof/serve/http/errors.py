@@ -94,18 +94,19 @@ def decode(body: bytes, kind: type[Any]) -> Any:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError:
-            return msgspec.convert(_with_integers(_without_no_effect(msgspec.json.decode(body))), kind)
+            return msgspec.convert(_with_integers(_without_no_effect(msgspec.json.decode(body), kind)), kind)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
-def _without_no_effect(value: Any) -> Any:
+def _without_no_effect(value: Any, kind: type[Any]) -> Any:
     """Remove unsupported options whose value changes nothing; some clients always send them."""
     if not isinstance(value, dict):
         return value
-    return {name: item for name, item in value.items() if not _has_no_effect(name, item)}
+    known = kind.__struct_fields__
+    return {name: item for name, item in value.items() if name in known or not _has_no_effect(name, item)}
 
 
 def _has_no_effect(name: str, item: Any) -> bool:
@@ -140,7 +141,7 @@ def _validation_error(text: str, kind: type[Any]) -> ApiError:
     place = _place(found[1]) if found else None
     message = text[: found.start()] if found else text
     option = re.split(r"[.\[]", place or "")[0]
-    if option in UNSUPPORTED:
+    if option in UNSUPPORTED and option not in kind.__struct_fields__:
         return ApiError(400, f"{option}: {UNSUPPORTED[option][0]}", place, "unsupported_option")
     if _PART.search(place or ""):
         message += f" ({UNSUPPORTED['modalities'][0]})"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from draftproof.outputs import LogprobRow, RequestOutput, TokenEvent
-from draftproof.serve.api.response_builder import ChatBuilder, CompletionBuilder, checked_reason
+from draftproof.serve.api.response_builder import ChatBuilder, CompletionBuilder
 from draftproof.serve.api.response_schema import Usage
 from draftproof.serve.http.errors import ApiError, ErrorResponse
 
@@ -80,7 +80,7 @@ class SseEncoder:
         self._num_tokens[index] += len(events)
         choice = self._builder.chunk(index, text, events, self._shift[p])
         if last.finish_reason is not None:
-            choice.finish_reason = checked_reason(last.finish_reason)
+            choice.finish_reason = self._builder.finish_reason(index, last.finish_reason)
             choice.stop_reason = last.stop_reason
             choice.seed = self._builder.seed_of(index)
         if parsed.token_ids:

@@ -10,6 +10,7 @@ from typing import Any
 
 from draftproof.errors import ConfigError, nearest
 from draftproof.text.tool_calls import harmony, json_calls, keyed_calls
+from draftproof.text.tool_calls.grammar import LISTED, TAGGED, CallSyntax
 from draftproof.text.tool_calls.parser import ParsedText, Steps, TextReader, ToolCallParser, collect
 
 Tools = Mapping[str, Mapping[str, Any]]  # JSON schema of the arguments, by name of the function
@@ -38,6 +39,9 @@ class ToolCallFormat:
     template_marks: tuple[str, ...]  # all of them are in a chat template of this format
     has_special_tokens: bool = False  # its markers are special tokens, so the text must contain those
     make_id: Callable[[str, int], str] = _call_id  # from the name and the index of a call
+    syntax: CallSyntax = LISTED  # of calls under a grammar
+    has_text_arguments: bool = False  # templates need the arguments of earlier calls as text
+    has_system_prompt: bool = False  # can be used with templates without tools
 
     def parser(self, tools: Tools) -> ToolCallParser:
         """Return a parser for one output."""
@@ -57,18 +61,33 @@ FORMATS = {
         ToolCallFormat(
             "kimi", "Kimi K2", json_calls.kimi, ("<|tool_call_argument_begin|>",), True, _name_and_index
         ),
-        ToolCallFormat("deepseek", "DeepSeek V3, V3.1, R1", json_calls.deepseek, ("<｜tool▁sep｜>",), True),
+        ToolCallFormat(
+            "deepseek",
+            "DeepSeek V3, V3.1, R1",
+            json_calls.deepseek,
+            ("<｜tool▁sep｜>",),
+            True,
+            has_text_arguments=True,
+        ),
         ToolCallFormat(
             "mistral", "Mistral, Ministral", json_calls.mistral, ("[TOOL_CALLS]",), True, _nine_characters
         ),
         ToolCallFormat("glm", "GLM-4.5 and later", keyed_calls.glm, ("<arg_key>",)),
         ToolCallFormat("qwen_xml", "Qwen3-Coder", keyed_calls.qwen_xml, ("<function=",)),
-        ToolCallFormat("ernie", "ERNIE 4.5", json_calls.ernie, ("<tool_call>", "<response>")),
-        ToolCallFormat("hermes", "Hermes, Qwen 2.5 and 3, QwQ", json_calls.hermes, ("<tool_call>",)),
+        ToolCallFormat("ernie", "ERNIE 4.5", json_calls.ernie, ("<tool_call>", "<response>"), syntax=TAGGED),
+        ToolCallFormat(
+            "hermes",
+            "Hermes, Qwen 2.5 and 3, QwQ",
+            json_calls.hermes,
+            ("<tool_call>",),
+            syntax=TAGGED,
+            has_system_prompt=True,
+        ),
         ToolCallFormat("pythonic", "Llama 3.2 and 4 (lists)", keyed_calls.pythonic, ("[func_name1(",), True),
         ToolCallFormat(
             "llama3_json", "Llama 3.1, 3.2, 3.3", json_calls.llama3, ('{"name": function name',), True
         ),
+        ToolCallFormat("json_list", "any, under a grammar", json_calls.json_list, ("\0",)),
     )
 }
 

@@ -170,6 +170,22 @@ def mistral(reader: TextReader) -> Steps[None]:
         reader.content(text.strip(SPACE + ",]") if is_call else text)
 
 
+def json_list(reader: TextReader) -> Steps[None]:
+    """Parse an output that is a list of call objects, which a grammar guarantees."""
+    reader.mark()
+    num_calls = 0
+    if (yield from reader.skip_space()) == "[":
+        reader.take()
+        while (yield from reader.skip_space(",")) == "{" and (yield from call_object(reader)):
+            num_calls += 1
+            reader.mark()
+        if num_calls and (yield from reader.peek()) == "]":
+            reader.take()
+    text = reader.raw()
+    reader.content(text.strip(SPACE + ",]") if num_calls else text)
+    yield from reader.stream_until(("\0",), reader.content)
+
+
 def _named_json(reader: TextReader, markers: tuple[str, ...]) -> Steps[bool]:
     """Parse a name, markers with text that is skipped, and a JSON object; return whether it is a call."""
     name = ""

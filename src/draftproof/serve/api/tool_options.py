@@ -1,0 +1,250 @@
+"""Options `tools` and `tool_choice` of a chat request: checks, messages for templates, grammar, output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UNSET
+
+from draftproof.serve.api import request_schema as schema
+from draftproof.serve.api import response_schema as response
+from draftproof.serve.http.errors import ApiError
+from draftproof.text.grammar.json_schema_check import not_enforced
+from draftproof.text.tool_calls import grammar
+from draftproof.text.tool_calls.formats import FORMATS, ToolCallFormat
+from draftproof.text.tool_calls.parser import (
+    CallDelta,
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    ToolCallParser,
+    collect,
+)
+
+NO_FORMAT = (
+    "this model has no known format of calls; start the server with --tool-call-parser, such as hermes"
+)
+SYSTEM_PROMPT = """You may call functions to help with the request. Their signatures, as JSON:
+<tools>
+{tools}
+</tools>
+For each call write one JSON object with the function's name and arguments between tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments-object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOptions:
+    """Tools of one request, and how its output is parsed."""
+
+    format: ToolCallFormat
+    schemas: dict[str, dict[str, Any]]
+    only_one: bool  # parallel_tool_calls: false
+    structural_tag: dict[str, Any] | None  # the grammar of required, named and strict calls
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether the parser needs the special tokens in the text."""
+        return self.format.has_special_tokens and self.structural_tag is None
+
+    def stream(self) -> ChoiceStream:
+        """Return the state of one streamed choice."""
+        return ChoiceStream(self)
+
+    def parser(self) -> ToolCallParser:
+        """Return the parser of one output."""
+        if self.structural_tag is not None and self.format.syntax is grammar.LISTED:
+            return FORMATS["json_list"].parser(self.schemas)
+        return self.format.parser(self.schemas)
+
+    def message(self, text: str) -> response.ChatMessage:
+        """Return the message of a whole output."""
+        parser = self.parser()
+        parsed = collect([*parser.feed(text), *parser.finish()])
+        calls = [
+            response.ToolCall(
+                id=call.id or self.format.make_id(call.name, i),
+                function=response.FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for i, call in enumerate(parsed.calls[: 1 if self.only_one else None])
+        ]
+        return response.ChatMessage(
+            content=parsed.content or (None if calls else ""),
+            tool_calls=calls or UNSET,
+            reasoning_content=parsed.reasoning or UNSET,
+        )
+
+
+class ChoiceStream:
+    """State of one streamed choice with tools."""
+
+    def __init__(self, options: ToolOptions) -> None:
+        self._options, self._parser = options, options.parser()
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has started."""
+        return self._parser.num_calls > 0
+
+    def delta(self, text: str, is_last: bool) -> response.Delta:
+        """Return the delta of new text."""
+        deltas: list[Delta] = self._parser.feed(text)
+        if is_last:
+            deltas += self._parser.finish()
+        made = response.Delta()
+        calls: dict[int, response.ToolCallDelta] = {}
+        for each in deltas:
+            if isinstance(each, ContentDelta):
+                made.content = (made.content or "") + each.text
+            elif isinstance(each, ReasoningDelta):
+                made.reasoning_content = (made.reasoning_content or "") + each.text
+            elif not (self._options.only_one and each.index):
+                self._add(calls, each)
+        if calls:
+            made.tool_calls = list(calls.values())
+        return made
+
+    def _add(self, calls: dict[int, response.ToolCallDelta], delta: CallDelta) -> None:
+        if delta.name is not None:
+            calls[delta.index] = response.ToolCallDelta(
+                index=delta.index,
+                id=delta.id or self._options.format.make_id(delta.name, delta.index),
+                type="function",
+                function=response.FunctionDelta(name=delta.name, arguments=delta.arguments),
+            )
+        elif delta.index in calls:
+            calls[delta.index].function.arguments += delta.arguments
+        else:
+            function = response.FunctionDelta(arguments=delta.arguments)
+            calls[delta.index] = response.ToolCallDelta(index=delta.index, function=function)
+
+
+def read_tools(body: schema.ChatCompletionRequest, form: ToolCallFormat | None) -> ToolOptions | None:
+    """Return the tools of a request; None if it has none or calls are off."""
+    tools, choice = body.tools or [], body.tool_choice
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) != len(names):
+        raise ApiError(400, "tools: two functions have the same name", "tools")
+    is_forced = choice == "required" or isinstance(choice, schema.ToolChoice)
+    if is_forced and not tools:
+        raise ApiError(400, "tool_choice needs tools", "tool_choice")
+    if isinstance(choice, schema.ToolChoice) and choice.function.name not in names:
+        text = f"tool_choice: there is no tool {choice.function.name!r}"
+        raise ApiError(400, text, "tool_choice.function.name")
+    if not tools or choice == "none":
+        return None
+    if form is None:
+        raise ApiError(400, f"tools: {NO_FORMAT}", "tools", "unsupported_option")
+    used = [
+        t
+        for t in tools
+        if not isinstance(choice, schema.ToolChoice) or t.function.name == choice.function.name
+    ]
+    is_strict = any(tool.function.strict for tool in used)
+    only_one = body.parallel_tool_calls is False or isinstance(choice, schema.ToolChoice)
+    schemas = {tool.function.name: tool.function.parameters or grammar.ANY_OBJECT for tool in tools}
+    tag = None
+    if is_forced or is_strict:
+        _check_other_grammar(body)
+        enforced = {tool.function.name: _enforced_schema(tool.function) for tool in used}
+        if is_forced:
+            tag = grammar.forced_calls(form.syntax, enforced, only_one)
+        elif form.syntax.trigger:
+            tag = grammar.optional_calls(form.syntax, enforced, only_one)
+        else:
+            text = f"tools: strict cannot be enforced with tool_choice auto in the format {form.name}"
+            raise ApiError(400, f'{text}; use tool_choice "required" or leave strict out', "tools")
+    elif body.structured_outputs is not None or not _is_free(body.response_format):
+        _check_other_grammar(body)
+    return ToolOptions(form, schemas, only_one, tag)
+
+
+def _is_free(form: schema.ResponseFormat | None) -> bool:
+    return form is None or isinstance(form, schema.FreeText)
+
+
+def _check_other_grammar(body: schema.ChatCompletionRequest) -> None:
+    """Refuse tools beside another grammar of the output."""
+    for name, given in (
+        ("response_format", not _is_free(body.response_format)),
+        ("structured_outputs", body.structured_outputs is not None),
+    ):
+        if given:
+            text = f"{name} cannot be combined with tools: it would make calls impossible"
+            raise ApiError(400, f'{text}; send tool_choice "none" or leave one of them out', name)
+
+
+def _enforced_schema(function: schema.Function) -> dict[str, Any]:
+    """Return the schema of the arguments; without strict, any object if it cannot be enforced."""
+    parameters = function.parameters or grammar.ANY_OBJECT
+    problem = not_enforced(parameters)
+    if problem is None:
+        return parameters
+    if function.strict:
+        raise ApiError(400, f"tools: the schema of {function.name} cannot be enforced: {problem}", "tools")
+    return grammar.ANY_OBJECT
+
+
+def template_tools(tools: Sequence[schema.Tool]) -> list[dict[str, Any]]:
+    """Return the tools in the form that chat templates expect."""
+    found = []
+    for tool in tools:
+        function = tool.function
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        described = {
+            "name": function.name,
+            "description": function.description or "",
+            "parameters": parameters,
+        }
+        found.append({"type": "function", "function": described})
+    return found
+
+
+def with_tool_prompt(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the tools in the system message, for templates without tools."""
+    text = SYSTEM_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if messages[0]["role"] == "system" and isinstance(messages[0]["content"], str):
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def message_fields(message: schema.Message, at: int, as_text: bool) -> dict[str, Any]:
+    """Return the fields of a message that concern tools; ApiError if the message is inconsistent."""
+    where = f"messages[{at}]"
+    calls = list(message.tool_calls or ())
+    if message.function_call is not None:
+        calls.append(schema.MessageToolCall(function=message.function_call))
+    if calls and message.role != "assistant":
+        raise ApiError(400, f"{where}: only messages of the assistant have tool_calls", f"{where}.tool_calls")
+    if message.content is None and not calls:
+        raise ApiError(400, f"{where}.content is missing", f"{where}.content", "missing_option")
+    if message.tool_call_id is not None and message.role != "tool":
+        text = f"{where}: tool_call_id is for the role tool"
+        raise ApiError(400, text, f"{where}.tool_call_id")
+    fields: dict[str, Any] = {}
+    if calls:
+        fields["tool_calls"] = [
+            _template_call(call, f"{where}.tool_calls[{i}]", as_text) for i, call in enumerate(calls)
+        ]
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def _template_call(call: schema.MessageToolCall, where: str, as_text: bool) -> dict[str, Any]:
+    """Return a call for the template: its arguments as an object, or as text where templates need that."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        place = f"{where}.function.arguments"
+        raise ApiError(400, f"{place} is not the text of a JSON object", place)
+    value = call.function.arguments or "{}" if as_text else arguments
+    function = {"name": call.function.name, "arguments": value}
+    return {"type": "function", "function": function, **({} if call.id is None else {"id": call.id})}
