@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 
 from draftproof.errors import ConfigError
+from draftproof.serve.api import request_parser, request_schema, token_routes
 from draftproof.serve.settings import ApiKeys, Settings
 from serving import NGRAM, Served, serving, tiny
+from worker_thread import wait_for
 
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False}
 KEYS = ApiKeys(["alpha", "beta"])
@@ -61,3 +65,133 @@ def test_priority_is_limited_by_the_operator(folder: Any, limit: int, accepted: 
                 assert error["param"] == "priority" and "--max-priority" in error["message"]
     with pytest.raises(ConfigError, match="max_priority"):
         Settings(max_priority=-1)
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages", "tokens"])
+def test_long_text_is_rejected_by_tokenizer_routes_as_by_prompts(
+    folder: Any, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "/detokenize" if field == "tokens" else "/tokenize"
+
+    def body(count: int) -> dict[str, Any]:
+        text = "one " * count
+        return {"prompt": text, "messages": [{"role": "user", "content": text}], "tokens": [5] * count}
+
+    monkeypatch.setattr(token_routes, "MIN_TRIMMED_TOKENS", 4)
+    with serving(tiny(folder, max_model_len=64)) as running:
+        assert running.post(path, {field: body(9)[field]}).status_code == 200
+        got = running.post(path, {field: body(2000)[field]})
+        assert got.status_code == 400, got.text[:200]
+        error = got.json()["error"]
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+
+
+def test_tokenizer_routes_count_as_open_requests_of_a_key(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tiny(folder), Settings(api_keys=KEYS, max_concurrent_per_key=1)) as running:
+        backend, release = running.llm.get_tokenizer(), threading.Event()
+        encode = backend.encode
+
+        def wait(text: str, add_special_tokens: bool = True) -> list[int]:
+            if text.startswith("slow"):
+                release.wait(30)
+            return encode(text, add_special_tokens)
+
+        monkeypatch.setattr(backend, "encode", wait)
+        monkeypatch.setattr(request_parser, "LONG_TEXT_CHARACTERS", 100)
+        slow = {"prompt": "slow" * 50}
+        sender = threading.Thread(
+            target=running.post, args=("/tokenize", slow), kwargs={"headers": bearer("alpha")}
+        )
+        sender.start()
+        try:
+            wait_for(lambda: running.app.state.guard.num_open == 1)
+            got = running.post("/tokenize", {"prompt": "one"}, headers=bearer("alpha"))
+            assert got.status_code == 429
+            other = running.post("/tokenize", {"prompt": "one"}, headers=bearer("beta"))
+            assert other.status_code == 200
+        finally:
+            release.set()
+            sender.join()
+
+
+def test_waiting_tokenizer_routes_delay_no_chat(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts of /tokenize occupy their own threads only."""
+    with serving(tiny(folder)) as running:
+        body = {"messages": [{"role": "user", "content": "ten " * 40}], "max_tokens": 1}
+        running.post("/v1/chat/completions", body)  # compiles the kernels
+        backend, release = running.llm.get_tokenizer(), threading.Event()
+        encode = backend.encode
+
+        def wait(text: str, add_special_tokens: bool = True) -> list[int]:
+            if text.startswith("slow"):
+                release.wait(30)
+            return encode(text, add_special_tokens)
+
+        monkeypatch.setattr(backend, "encode", wait)
+        monkeypatch.setattr(request_parser, "LONG_TEXT_CHARACTERS", 100)
+        slow = {"prompt": "slow" * 50}
+        senders = [threading.Thread(target=running.post, args=("/tokenize", slow)) for _ in range(40)]
+        for sender in senders:
+            sender.start()
+        try:
+            wait_for(lambda: running.app.state.guard.num_open == len(senders))
+            began = time.monotonic()
+            got = running.post("/v1/chat/completions", body, timeout=20)
+            assert got.status_code == 200 and time.monotonic() - began < 10
+        finally:
+            release.set()
+            for sender in senders:
+                sender.join()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 5000}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 5000}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 3000}] * 2},
+            "messages",
+        ),
+        ("/v1/completions", {"prompt": [1] * 300_000}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "allowed_token_ids": [1] * 300_000}, "allowed_token_ids"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 0 for i in range(300_000)}}, "logit_bias"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "structured_outputs": {"choice": ["a"] * 300_000}},
+            "structured_outputs.choice",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else str(value),
+)
+def test_number_of_items_is_limited(folder: Any, path: str, body: dict[str, Any], param: str) -> None:
+    with serving(tiny(folder)) as running:
+        got = running.post(path, body)
+        assert got.status_code == 400 and got.json()["error"]["param"] == param, got.text[:300]
+
+
+def test_many_messages_are_rendered_in_a_thread(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty messages take time as well: the number of characters alone does not decide."""
+    threads = []
+    with serving(tiny(folder)) as running:
+        render = running.llm.chat_token_ids
+
+        def record(messages: Any, **template: Any) -> list[int]:
+            threads.append(threading.current_thread().name)
+            return render(messages, **template)
+
+        monkeypatch.setattr(running.llm, "chat_token_ids", record)
+        for count in (1, request_schema.MAX_MESSAGES):
+            running.post("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * count})
+    assert threads[0] != threads[1]
+
+
+def test_tokenizer_info_has_special_tokens_and_template(folder: Any) -> None:
+    with serving(tiny(folder), Settings(api_keys=KEYS)) as running:
+        assert running.http.get("/tokenizer_info").status_code == 401
+        got = running.http.get("/tokenizer_info", headers=bearer("alpha")).json()
+    assert got["eos_token"] == "<|im_end|>" and got["bos_token"] is None
+    assert "add_generation_prompt" in got["chat_template"] and got["vocab_size"] > 256

@@ -73,7 +73,7 @@ def test_fuzzed_requests_match_the_document(api: Any, path: str, mode: Generatio
     check()
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/metrics"])
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenizer_info", "/health", "/version", "/metrics"])
 def test_routes_without_a_body_match_the_document(api: Any, path: str) -> None:
     api[path]["GET"].Case().call_and_validate(checks=CHECKS)
 

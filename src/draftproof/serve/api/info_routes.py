@@ -1,14 +1,12 @@
-"""Routes without generation: models, health, version, metrics, tokens, /openapi.json."""
+"""Routes without generation: models, health, version, metrics, /openapi.json."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -17,10 +15,9 @@ from draftproof.serve.api import response_schema as schema
 from draftproof.serve.api.completions import CompletionHandler
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.api.openapi import document
-from draftproof.serve.api.request_parser import LONG_TEXT_CHARACTERS
-from draftproof.serve.api.request_schema import DetokenizeRequest, TokenizeRequest
-from draftproof.serve.http.errors import ApiError, to_api_error
-from draftproof.serve.http.io import in_thread_if, read_json, send_body, send_error, send_json
+from draftproof.serve.api.token_routes import TokenRoutes
+from draftproof.serve.http.errors import to_api_error
+from draftproof.serve.http.io import send_body, send_error, send_json
 from draftproof.serve.http.request_guard import ClientDisconnected, RequestGuard
 from draftproof.serve.settings import Settings
 
@@ -40,10 +37,11 @@ class InfoRoutes:
         completions: CompletionHandler,
         names: Sequence[str],
     ) -> None:
-        self._llm, self._settings, self._guard, self._metrics = llm, settings, guard, metrics
-        self._completions, self._parser, self._names = completions, completions.parser, names
+        self._llm, self._guard, self._metrics = llm, guard, metrics
+        self._completions, self._names = completions, names
+        self._tokens = TokenRoutes(llm, settings, guard, completions)
         self._created = int(time.time())
-        adds_tokens = bool(self._parser.tokenizer.encode(""))
+        adds_tokens = bool(completions.parser.tokenizer.encode(""))
         openapi = document(names, llm.limits, adds_tokens, bool(settings.api_keys))
         self._openapi = msgspec.json.encode(openapi)
 
@@ -56,8 +54,9 @@ class InfoRoutes:
             "/version": ("GET", self.version),
             "/metrics": ("GET", self.metrics),
             "/openapi.json": ("GET", self.openapi),
-            "/tokenize": ("POST", self.tokenize),
-            "/detokenize": ("POST", self.detokenize),
+            "/tokenize": ("POST", self._tokens.tokenize),
+            "/detokenize": ("POST", self._tokens.detokenize),
+            "/tokenizer_info": ("GET", self._tokens.tokenizer_info),
         }
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,40 +100,6 @@ class InfoRoutes:
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the OpenAPI document."""
         await send_body(send, self._openapi)
-
-    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Return the tokens of a prompt or a conversation."""
-        body = await read_json(scope, receive, self._settings, TokenizeRequest)
-        self._completions.check_model(body.model)
-        if (body.prompt is UNSET) == (body.messages is UNSET):
-            raise ApiError(400, "give a prompt or messages", "prompt")
-        if isinstance(body.prompt, str):
-            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
-                if getattr(body, name) is not None:
-                    raise ApiError(400, f"{name} is for messages", name)
-            ids = await self._parser.encode(body.prompt, body.add_special_tokens is not False)
-        elif body.add_special_tokens is not None:
-            text = "add_special_tokens is for a prompt: the chat template adds its own"
-            raise ApiError(400, text, "add_special_tokens")
-        else:
-            ids = await self._parser.conversation(body)
-        length = self._llm.limits.max_model_len
-        response = schema.TokenizeResponse(count=len(ids), max_model_len=length, tokens=ids)
-        if body.return_token_strs:
-            response.token_strs = [self._completions.token_strings[i][0] for i in ids]
-        await send_json(send, response)
-
-    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Return the text of tokens."""
-        body = await read_json(scope, receive, self._settings, DetokenizeRequest)
-        self._completions.check_model(body.model)
-        vocab = self._llm.limits.vocab_size
-        if body.tokens and max(body.tokens) >= vocab:
-            text = f"tokens: {max(body.tokens)} is outside the vocabulary 0..{vocab - 1}"
-            raise ApiError(400, text, "tokens")
-        decode = partial(self._parser.tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
-        text = await in_thread_if(len(body.tokens) > LONG_TEXT_CHARACTERS, decode)
-        await send_json(send, schema.DetokenizeResponse(prompt=text))
 
 
 class Endpoint:

@@ -24,6 +24,7 @@ from draftproof.serve.api.response_schema import (
     ModelCard,
     ModelList,
     TokenizeResponse,
+    TokenizerInfo,
     Version,
 )
 from draftproof.serve.http.errors import ErrorResponse
@@ -52,6 +53,7 @@ GETS: dict[str, tuple[str, type[Any] | None]] = {
     "/v1/models": ("List the models.", ModelList),
     "/version": ("Version and engine.", Version),
     "/v1/models/{model}": ("Describe a model.", ModelCard),
+    "/tokenizer_info": ("Describe the tokenizer.", TokenizerInfo),
     "/health": ("State of the engine.", Health),
     "/metrics": ("Metrics for Prometheus.", None),
 }
@@ -65,7 +67,7 @@ def document(
     """Build the document. `allows_empty_prompt`: the tokenizer adds tokens to an empty text."""
     kinds: list[Any] = [ErrorResponse, Health]
     kinds += [each for _, body, response in POSTS.values() for each in (body, response)]
-    kinds += [ModelList, Version]
+    kinds += [ModelList, TokenizerInfo, Version]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     _specialize(components, models, limits, allows_empty_prompt)
     paths: dict[str, Any] = {}
@@ -85,7 +87,7 @@ def document(
     }
     if needs_key:
         result["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        for path in (*POSTS, "/v1/models", "/v1/models/{model}", "/metrics"):
+        for path in (*POSTS, "/v1/models", "/v1/models/{model}", "/tokenizer_info", "/metrics"):
             for operation in paths[path].values():
                 operation["security"] = [{"key": []}]
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ from draftproof.text.tokenizer import Tokenizer
 from draftproof.text.tool_calls.formats import detect, find_format
 
 LONG_TEXT_CHARACTERS = 4096  # longer texts are tokenized in a thread, not on the event loop
+PART_CHARACTERS = 32  # characters that take as long as one message
+LONG_LIST_ITEMS = 1024  # longer lists are checked in a thread, not on the event loop
 RESERVED_TEMPLATE_NAMES = {
     *("self", "messages", "chat_template", "tools"),
     *("add_generation_prompt", "continue_final_message"),
@@ -95,7 +98,8 @@ class RequestParser:
         echo_logprobs = body.logprobs if echo else None
         self._check_logprobs("logprobs", body.logprobs)
         widths = [width for width in (body.prompt_logprobs, echo_logprobs) if width is not None]
-        params = self._params(
+        make = partial(
+            self._params,
             body,
             seed,
             key,
@@ -103,6 +107,7 @@ class RequestParser:
             logprobs=body.logprobs,
             prompt_logprobs=max(widths, default=None),
         )
+        params = await in_thread_if(body.num_items > LONG_LIST_ITEMS, make)
         prompts = await self._prompts(body, n)
         return ParsedRequest(
             is_chat=False,
@@ -126,7 +131,8 @@ class RequestParser:
         tools = read_tools(body, self._tool_format)
         prediction = None if body.prediction is None else _text(body.prediction.content)
         self._check_characters(len(prediction or ""), "prediction", self._llm.limits.max_model_len)
-        params = self._params(
+        make = partial(
+            self._params,
             body,
             seed,
             key,
@@ -136,7 +142,7 @@ class RequestParser:
             prediction=prediction,
             **_tool_params(tools),
         )
-        self._check_characters(sum(len(_text(message.content)) for message in body.messages), "messages")
+        params = await in_thread_if(body.num_items > LONG_LIST_ITEMS, make)
         prompt = ParsedPrompt(await self.conversation(body))
         self._check_length(prompt, "messages")
         return ParsedRequest(
@@ -148,13 +154,21 @@ class RequestParser:
             num_logprob_entries=self._count_logprobs([prompt], params),
         )
 
-    async def conversation(self, body: schema.ChatCompletionRequest | schema.TokenizeRequest) -> list[int]:
+    async def conversation(
+        self, body: schema.ChatCompletionRequest | schema.TokenizeRequest, pool: Executor | None = None
+    ) -> list[int]:
         """Return the tokens of a conversation, rendered by the model's chat template."""
         names = body.chat_template_kwargs or {}
         for name in RESERVED_TEMPLATE_NAMES.intersection(names):
             text = f"chat_template_kwargs: {name!r} is reserved for the server"
             raise ApiError(400, text, "chat_template_kwargs")
         assert not isinstance(body.messages, msgspec.UnsetType)
+        num_parts = sum(message.num_parts for message in body.messages)
+        if num_parts > schema.MAX_MESSAGES:
+            text = f"messages: {num_parts} messages and parts, and the maximum is {schema.MAX_MESSAGES}"
+            raise ApiError(400, text, "messages")
+        size = sum(len(_text(message.content)) for message in body.messages)
+        self._check_characters(size, "messages")
         continues = bool(body.continue_final_message)
         add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
         messages, names = self._template_input(body, names)
@@ -165,8 +179,8 @@ class RequestParser:
             add_generation_prompt=add_prompt,
             continue_final_message=continues,
         )
-        size = sum(len(_text(message.content)) for message in body.messages)
-        return await in_thread_if(size > LONG_TEXT_CHARACTERS, render)
+        is_long = size + num_parts * PART_CHARACTERS > LONG_TEXT_CHARACTERS
+        return await in_thread_if(is_long, render, pool)
 
     def _template_input(
         self, body: schema.ChatCompletionRequest | schema.TokenizeRequest, names: dict[str, Any]
@@ -189,10 +203,11 @@ class RequestParser:
             raise ApiError(400, f"{text}; start the server with --tool-call-parser hermes", "tools")
         return with_tool_prompt(messages, tools), names
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the tokens of a text."""
+    async def encode(self, text: str, add_special_tokens: bool, pool: Executor | None = None) -> list[int]:
+        """Return the tokens of a text that is short enough for a prompt, in a thread of `pool`."""
+        self._check_characters(len(text), "prompt")
         call = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await in_thread_if(len(text) > LONG_TEXT_CHARACTERS, call)
+        return await in_thread_if(len(text) > LONG_TEXT_CHARACTERS, call, pool)
 
     def _check_common(self, body: schema.GenerationRequest) -> int:
         """Check the options that both routes share; return n."""
@@ -256,6 +271,10 @@ class RequestParser:
 
     async def _prompts(self, body: schema.CompletionRequest, n: int) -> list[ParsedPrompt]:
         special = body.add_special_tokens is not False
+        limit = max(self._settings.max_choices, self._llm.limits.max_model_len)
+        if not isinstance(body.prompt, str) and len(body.prompt) > limit:
+            text = f"prompt: {len(body.prompt)} items, and the maximum is {limit}"
+            raise ApiError(400, text, "prompt", TOO_LONG if type(body.prompt[0]) is int else None)
         prompts = _prompt_list(body.prompt)
         num_choices = len(prompts) * n
         if num_choices > self._settings.max_choices:
@@ -264,7 +283,6 @@ class RequestParser:
         parsed = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                self._check_characters(len(prompt), "prompt")
                 parsed.append(ParsedPrompt(await self.encode(prompt, special), prompt))
             else:
                 parsed.append(ParsedPrompt(prompt))

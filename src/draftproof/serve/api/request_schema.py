@@ -26,7 +26,14 @@ MetadataKey = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 FunctionName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 TemplateNames = Annotated[dict[TemplateName, Any], Meta(max_length=64)]
+MAX_MESSAGES = 4096  # of a conversation; the parts of their contents count as well
+MAX_LIST_ITEMS = 1 << 18  # of lists of token ids, biases, choices; the largest vocabularies fit
 Logprobs = Count  # the engine's max_logprobs limits it further, see RequestParser
+
+LogitBias = Annotated[
+    dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LIST_ITEMS)
+]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LIST_ITEMS)]
 
 
 class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -55,7 +62,7 @@ class Structure(Strict, kw_only=True):
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Meta(max_length=MAX_LIST_ITEMS)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
@@ -102,7 +109,7 @@ class GenerationRequest(Strict, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=1 / MAX_VALUE, le=MAX_VALUE)] | None = None
-    logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: LogitBias | None = None
     seed: Annotated[int, Meta(ge=MIN_SEED, le=MAX_SEED)] | None = None  # -1: a fresh one
     min_tokens: Count | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
@@ -111,9 +118,9 @@ class GenerationRequest(Strict, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     bad_words: Annotated[list[Words], Meta(max_length=256)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Logprobs | None = None
-    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    logprob_token_ids: TokenIds | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structure | None = None
     stream: bool | None = None
@@ -135,6 +142,12 @@ class GenerationRequest(Strict, kw_only=True):
     include_draft_logprobs: bool | None = None
     provenance: bool | None = None
     stream_granularity: Literal["token", "step"] | None = None
+
+    @property
+    def num_items(self) -> int:
+        """Number of items in the lists that may be long."""
+        lists = self.logit_bias, self.allowed_token_ids, self.logprob_token_ids
+        return sum(len(each or ()) for each in lists)
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -207,7 +220,7 @@ class Message(Strict, kw_only=True):
     """One message. A client may send a generated message back with its nulls and empty lists."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[TextPart], Meta(min_length=1)] | None = None
+    content: str | Annotated[list[TextPart], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     name: Annotated[str, Meta(min_length=1, max_length=64)] | None = None  # for templates that use it
     refusal: None = None
     audio: None = None
@@ -216,17 +229,23 @@ class Message(Strict, kw_only=True):
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     annotations: Annotated[list[None], Meta(max_length=0)] | None = None
 
+    @property
+    def num_parts(self) -> int:
+        """Number of parts and tool calls, at least 1."""
+        parts = len(self.content) if isinstance(self.content, list) else 1
+        return parts + len(self.tool_calls or ())
+
 
 class Prediction(Strict, kw_only=True, tag_field="type", tag="content"):
     """Expected output, used as drafts."""
 
-    content: str | Annotated[list[TextPart], Meta(min_length=1)]
+    content: str | Annotated[list[TextPart], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: OneOrMore | None = None
     max_completion_tokens: OneOrMore | None = None
     logprobs: bool | None = None
@@ -245,7 +264,7 @@ class TokenizeRequest(Strict, kw_only=True):
 
     model: str | None = None
     prompt: str | UnsetType = UNSET
-    messages: Annotated[list[Message], Meta(min_length=1)] | UnsetType = UNSET
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | UnsetType = UNSET
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -301,3 +301,18 @@ class DetokenizeResponse(ResponseStruct, kw_only=True):
     """Text of tokens."""
 
     prompt: str
+
+
+class TokenizerInfo(ResponseStruct, kw_only=True):
+    """Special tokens, chat template and sizes of the tokenizer, under the names of tokenizer_config.json."""
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    pad_token: str | None = None
+    sep_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None
+    chat_template: str | None = None
+    vocab_size: int
+    model_max_length: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
 
@@ -43,9 +44,14 @@ class ResponseStream:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def in_thread_if(is_large: bool, call: Callable[[], T]) -> T:
-    """Run `call`, in a thread if it takes long, so that other streams are not delayed."""
-    return await asyncio.to_thread(call) if is_large else call()
+async def in_thread_if(is_large: bool, call: Callable[[], T], pool: Executor | None = None) -> T:
+    """Run `call`, in a thread if it takes long, so that other streams are not delayed.
+
+    `pool`: threads other than those of generation requests.
+    """
+    if not is_large:
+        return call()
+    return await asyncio.get_running_loop().run_in_executor(pool, call)
 
 
 async def send_body(
@@ -67,10 +73,12 @@ async def send_error(send: Send, error: ApiError) -> None:
     await send_body(send, error.body, error.status, error.headers)
 
 
-async def read_json(scope: Scope, receive: Receive, settings: Settings, kind: type[T]) -> T:
+async def read_json(
+    scope: Scope, receive: Receive, settings: Settings, kind: type[T], pool: Executor | None = None
+) -> T:
     """Read and decode a body."""
     body = await read_body(scope, receive, settings)
-    made: T = await in_thread_if(len(body) > MAX_INLINE_BODY_BYTES, partial(decode, body, kind))
+    made: T = await in_thread_if(len(body) > MAX_INLINE_BODY_BYTES, partial(decode, body, kind), pool)
     return made
 
 
