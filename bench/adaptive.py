@@ -17,6 +17,7 @@ none. Tokens are compared as well: none may differ.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import statistics
 import time
@@ -27,7 +28,7 @@ from math import comb
 from typing import Any
 
 import torch
-from common.measure import copy_policy, finish
+from common.measure import finish
 from common.prompts import chat_prompts, copy_prompts, edit_prompts, free_prompts
 
 from draftproof import LLM, SamplingParams
@@ -60,7 +61,7 @@ class Lane(Scheduler):
             other.slots,
             other.pages,
             *sizes,
-            copy_policy(other.policy),
+            copy.deepcopy(other.policy),
             caching,
             other.lookahead,
         )

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from copy import deepcopy
 from itertools import product
 from typing import Any
 
 import torch
 from common.gpu_engine import SETTINGS, Bench, heat, kernels_of, params_of, timed
-from common.measure import copy_policy
 
 from draftproof import LLM
 
@@ -33,11 +33,11 @@ class Held:
         self._policy = llm.engine.loop.policy
         self._learns = self._policy.cost.learns
         self._policy.cost.learns = False
-        self._saved = copy_policy(self._policy)
+        self._saved = deepcopy(self._policy)
 
     def put_back(self) -> None:
         """Restore the state."""
-        vars(self._policy).update(vars(copy_policy(self._saved)))
+        vars(self._policy).update(vars(deepcopy(self._saved)))
 
     def release(self) -> None:
         """Restore the state and let the cost model learn again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -14,10 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-
-from draftproof.engine.drafting.policy import DraftPolicy
 
 # shows the progress of a start without a terminal
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -56,18 +52,6 @@ def others_seconds() -> float:
     mine = os.times()
     busy = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
     return busy - mine.user - mine.system
-
-
-def copy_policy(policy: DraftPolicy) -> DraftPolicy:
-    """Return a draft policy with the same state. The columns of its budget are views of one array."""
-    made = copy.deepcopy(policy)
-    columns, copied = policy._budget._columns, made._budget._columns
-    starts = [line.__array_interface__["data"] for line in columns]
-    for old, new in ((policy, made), (policy._budget, made._budget)):
-        for name, value in vars(old).items():
-            if isinstance(value, np.ndarray) and value.base is columns:
-                vars(new)[name] = copied[starts.index(value.__array_interface__["data"])]
-    return made
 
 
 def python_us() -> float:

@@ -38,8 +38,6 @@ class DraftBudget:
         self._cost = cost
         self._charges_drafting = charges_drafting
         self._columns = np.zeros((COLUMNS, num_slots), np.int64)
-        self.limit: Ints = self._columns[LIMIT]  # [S] largest number of drafts of the request in each slot
-        self._is_fixed, self._assigned = self._columns[IS_FIXED], self._columns[ASSIGNED]
         self._posteriors = np.full((num_slots + 1, len(RATES)), 1 / len(RATES))
         self._results: list[tuple[Ints, Ints, Ints, bool]] = []  # not in the columns yet
         self._has_fixed = False  # a request with a fixed number of drafts has started
@@ -54,13 +52,19 @@ class DraftBudget:
         self._new_request_drafts = 0
         self._context = self._floor = 0.0  # seconds, of the step it was made for
 
+    @property
+    def limit(self) -> Ints:
+        """Return the largest number of drafts [S] of the request in each slot."""
+        limit: Ints = self._columns[LIMIT]
+        return limit
+
     def set_cost(self, cost: StepCost) -> None:
         """Replace the cost model, when steps have been timed."""
         self._cost = cost
 
     def has_fixed(self, slots: Ints) -> bool:
         """Return whether one of these requests has a fixed number of drafts."""
-        return self._has_fixed and bool(self._is_fixed[slots].any())
+        return self._has_fixed and bool(self._columns[IS_FIXED, slots].any())
 
     def start(self, slot: int, limit: int, adaptive: bool) -> None:
         """Begin a request of at most `limit` drafts; not adaptive: it always gets them."""
@@ -72,9 +76,9 @@ class DraftBudget:
         is_promising = float(self._posteriors[-1] @ RATES) > MIN_FIRST_PROBE_RATE
         self._columns[LIMIT, slot] = limit
         self._columns[PROBE_LENGTH, slot] = FIRST_PROBE_LENGTH if is_promising else 1
-        self._is_fixed[slot] = not adaptive
+        self._columns[IS_FIXED, slot] = not adaptive
         self._posteriors[slot] = self._posteriors[-1]
-        self._assigned[slot] = min(self._new_request_drafts, limit) if adaptive else limit
+        self._columns[ASSIGNED, slot] = min(self._new_request_drafts, limit) if adaptive else limit
         if not self._has_drafts:
             self._hold_left = 0
 
@@ -88,7 +92,7 @@ class DraftBudget:
         self._hold_left -= 1
         self._num_steps += 1
         if slots is not self._held_slots:
-            self._held_slots, self._held_drafts = slots, self._assigned[slots]
+            self._held_slots, self._held_drafts = slots, self._columns[ASSIGNED, slots]
         return self._held_drafts
 
     def choose(self, slots: Ints, max_drafts: Ints, keys: int) -> Ints:
@@ -98,7 +102,7 @@ class DraftBudget:
         """
         self._num_steps += 1
         self._apply_results()
-        num_fixed = np.count_nonzero(self._is_fixed[slots]) if self._has_fixed else 0
+        num_fixed = np.count_nonzero(self._columns[IS_FIXED, slots]) if self._has_fixed else 0
         if num_fixed == len(slots):
             return self._choose_all(slots, max_drafts)
         cost = self._cost
@@ -141,7 +145,7 @@ class DraftBudget:
 
     def _choose_all(self, slots: Ints, max_drafts: Ints) -> Ints:
         drafts = max_drafts.copy()
-        self._assigned[slots] = drafts
+        self._columns[ASSIGNED, slots] = drafts
         self._hold(slots, drafts, int(drafts.sum()))
         return drafts
 

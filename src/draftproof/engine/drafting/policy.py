@@ -101,11 +101,15 @@ class DraftPolicy:
         self._model = model
         self._is_timed = False
         self._budget = DraftBudget(num_slots, cost, charges_drafting=model is None or not model.is_member)
-        self.limit = self._budget.limit  # [S] largest number of drafts of the request in each slot
         self._round_costs = RoundCosts(clock)
         self._warning = AcceptanceWarning(sources)
         self._is_copying = np.zeros(num_slots, np.bool_)  # the last window was a full, accepted copy
         self._zeros = np.zeros(0, np.int64)
+
+    @property
+    def limit(self) -> Ints:
+        """Return the largest number of drafts [S] of the request in each slot."""
+        return self._budget.limit
 
     def set_cost(self, cost: StepCost, adaptive: bool) -> None:
         """Use a timed cost model; `adaptive`: rounds of the draft model are weighed too."""
