@@ -15,6 +15,7 @@ from draftproof.compat.vllm_options import OPTION_ALIASES, translate_options, tr
 from draftproof.errors import ConfigError, nearest
 from draftproof.speculative_config import SpeculativeConfig, merge_aliases
 
+DEFAULT_PAGE_TOKENS = 16
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -68,7 +69,7 @@ class EngineConfig:
         "rows of one step; longer prompts are computed in chunks",
         default_text="512; 256 with the `cpu` backend, 8192 on a GPU",
     )
-    page_size: int = option(16, "tokens of a KV page: 8, 16, 32 or 64 (alias `block_size`)")
+    page_size: int = option(DEFAULT_PAGE_TOKENS, "tokens of a KV page: 8, 16, 32 or 64 (alias `block_size`)")
     kv_cache_tokens: int | None = option(None, "tokens in the KV cache", default_text="as many as fit")
     enable_prefix_caching: bool = option(True, "reuse the KV of common prefixes")
     max_num_waiting: int | None = option(
@@ -101,7 +102,7 @@ class EngineConfig:
         """Read keyword options as `LLM(...)` takes them."""
         known = {f.name for f in fields(cls)} - {"speculative"} | {"speculative_config"}
         values = merge_aliases(translate_options(options), OPTION_ALIASES, "the options give")
-        translate_values(values)
+        translate_values(values, DEFAULT_PAGE_TOKENS)
         for key in values:
             if key not in known:
                 raise ConfigError(f"unknown option {key!r}: {nearest(key, known)}")

@@ -86,21 +86,26 @@ def test_long_text_is_rejected_by_tokenizer_routes_as_by_prompts(
         assert (error["param"], error["code"]) == (field, "context_length_exceeded")
 
 
+def block_encoding(running: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], threading.Event]:
+    """Return a body whose text is encoded in a thread after the event is set, and the event."""
+    backend, release = running.llm.get_tokenizer(), threading.Event()
+    encode = backend.encode
+
+    def wait(text: str, add_special_tokens: bool = True) -> list[int]:
+        if text.startswith("slow"):
+            release.wait(30)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(backend, "encode", wait)
+    monkeypatch.setattr(request_parser, "LONG_TEXT_CHARACTERS", 100)
+    return {"prompt": "slow" * 50}, release
+
+
 def test_tokenizer_routes_count_as_open_requests_of_a_key(
     folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(tiny(folder), Settings(api_keys=KEYS, max_concurrent_per_key=1)) as running:
-        backend, release = running.llm.get_tokenizer(), threading.Event()
-        encode = backend.encode
-
-        def wait(text: str, add_special_tokens: bool = True) -> list[int]:
-            if text.startswith("slow"):
-                release.wait(30)
-            return encode(text, add_special_tokens)
-
-        monkeypatch.setattr(backend, "encode", wait)
-        monkeypatch.setattr(request_parser, "LONG_TEXT_CHARACTERS", 100)
-        slow = {"prompt": "slow" * 50}
+        slow, release = block_encoding(running, monkeypatch)
         sender = threading.Thread(
             target=running.post, args=("/tokenize", slow), kwargs={"headers": bearer("alpha")}
         )
@@ -121,17 +126,7 @@ def test_waiting_tokenizer_routes_delay_no_chat(folder: Any, monkeypatch: pytest
     with serving(tiny(folder)) as running:
         body = {"messages": [{"role": "user", "content": "ten " * 40}], "max_tokens": 1}
         running.post("/v1/chat/completions", body)  # compiles the kernels
-        backend, release = running.llm.get_tokenizer(), threading.Event()
-        encode = backend.encode
-
-        def wait(text: str, add_special_tokens: bool = True) -> list[int]:
-            if text.startswith("slow"):
-                release.wait(30)
-            return encode(text, add_special_tokens)
-
-        monkeypatch.setattr(backend, "encode", wait)
-        monkeypatch.setattr(request_parser, "LONG_TEXT_CHARACTERS", 100)
-        slow = {"prompt": "slow" * 50}
+        slow, release = block_encoding(running, monkeypatch)
         senders = [threading.Thread(target=running.post, args=("/tokenize", slow)) for _ in range(40)]
         for sender in senders:
             sender.start()

@@ -140,7 +140,7 @@ def translate_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def translate_values(values: dict[str, Any]) -> None:
+def translate_values(values: dict[str, Any], default_page_size: int) -> None:
     """Replace values in vLLM's notation, in options that have their names here."""
     for name in NONE_IS_DEFAULT:
         if name in values and values[name] is None:
@@ -151,7 +151,7 @@ def translate_values(values: dict[str, Any]) -> None:
             raise ConfigError(f"num_gpu_blocks_override must be a positive integer, got {blocks!r}")
         if values.get("kv_cache_tokens") is not None:
             raise ConfigError("num_gpu_blocks_override and kv_cache_tokens are given: leave one out")
-        page_size = values.get("page_size", 16)
+        page_size = values.get("page_size", default_page_size)
         values["kv_cache_tokens"] = blocks * page_size if isinstance(page_size, int) else blocks
     if "dtype" in values:
         values["dtype"] = _dtype_name(values["dtype"])

@@ -20,8 +20,6 @@ from draftproof.text.tool_calls.parser import (
     ContentDelta,
     Delta,
     ReasoningDelta,
-    ToolCallParser,
-    collect,
 )
 
 NO_FORMAT = (
@@ -55,16 +53,15 @@ class ToolOptions:
         """Return the state of one streamed choice."""
         return ChoiceStream(self)
 
-    def parser(self) -> ToolCallParser:
-        """Return the parser of one output."""
-        if self.structural_tag is not None and self.format.syntax is grammar.LISTED:
-            return FORMATS["json_list"].parser(self.schemas)
-        return self.format.parser(self.schemas)
+    @property
+    def output_format(self) -> ToolCallFormat:
+        """Return the format of the output, which a grammar may change."""
+        is_listed = self.structural_tag is not None and self.format.syntax is grammar.LISTED
+        return FORMATS["json_list"] if is_listed else self.format
 
     def message(self, text: str) -> response.ChatMessage:
         """Return the message of a whole output."""
-        parser = self.parser()
-        parsed = collect([*parser.feed(text), *parser.finish()])
+        parsed = self.output_format.parse_text(text, self.schemas)
         calls = [
             response.ToolCall(
                 id=call.id or self.format.make_id(call.name, i),
@@ -83,7 +80,7 @@ class ChoiceStream:
     """State of one streamed choice with tools."""
 
     def __init__(self, options: ToolOptions) -> None:
-        self._options, self._parser = options, options.parser()
+        self._options, self._parser = options, options.output_format.parser(options.schemas)
 
     @property
     def has_calls(self) -> bool:
@@ -147,9 +144,9 @@ def read_tools(body: schema.ChatCompletionRequest, form: ToolCallFormat | None) 
     is_strict = any(tool.function.strict for tool in used)
     only_one = body.parallel_tool_calls is False or isinstance(choice, schema.ToolChoice)
     schemas = {tool.function.name: tool.function.parameters or grammar.ANY_OBJECT for tool in tools}
+    _check_other_grammar(body)
     tag = None
     if is_forced or is_strict:
-        _check_other_grammar(body)
         enforced = {tool.function.name: _enforced_schema(tool.function) for tool in used}
         if is_forced:
             tag = grammar.forced_calls(form.syntax, enforced, only_one)
@@ -158,19 +155,14 @@ def read_tools(body: schema.ChatCompletionRequest, form: ToolCallFormat | None) 
         else:
             text = f"tools: strict cannot be enforced with tool_choice auto in the format {form.name}"
             raise ApiError(400, f'{text}; use tool_choice "required" or leave strict out', "tools")
-    elif body.structured_outputs is not None or not _is_free(body.response_format):
-        _check_other_grammar(body)
     return ToolOptions(form, schemas, only_one, tag)
-
-
-def _is_free(form: schema.ResponseFormat | None) -> bool:
-    return form is None or isinstance(form, schema.FreeText)
 
 
 def _check_other_grammar(body: schema.ChatCompletionRequest) -> None:
     """Refuse tools beside another grammar of the output."""
+    form = body.response_format
     for name, given in (
-        ("response_format", not _is_free(body.response_format)),
+        ("response_format", form is not None and not isinstance(form, schema.FreeText)),
         ("structured_outputs", body.structured_outputs is not None),
     ):
         if given:

@@ -16,12 +16,9 @@ def harmony(reader: TextReader) -> Steps[None]:
     """Parse messages: analysis is reasoning, a recipient makes a call, the rest is content."""
     opening = yield from reader.stream_until((START, CHANNEL), reader.content)
     while opening:
-        reader.mark(len(opening))
         head, found = yield from reader.take_until((MESSAGE,))
         if not found:  # cut off inside a header, which is no content
-            reader.raw()
             return
-        reader.raw()
         recipient = _RECIPIENT.search(head)
         channel = _CHANNEL.findall(head if opening == CHANNEL else head.partition(CHANNEL)[2] or "final")
         if recipient:
