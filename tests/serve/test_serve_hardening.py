@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from draftproof.errors import ConfigError
-from draftproof.serve.api import request_parser, request_schema, token_routes
+from draftproof.serve.api import token_routes
+from draftproof.serve.api.generation import prompt_parser, request_schema
 from draftproof.serve.settings import ApiKeys, Settings
 from serving import NGRAM, Served, serving, tiny
 from worker_thread import wait_for
@@ -97,7 +98,7 @@ def block_encoding(running: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[
         return encode(text, add_special_tokens)
 
     monkeypatch.setattr(backend, "encode", wait)
-    monkeypatch.setattr(request_parser, "LONG_TEXT_CHARACTERS", 100)
+    monkeypatch.setattr(prompt_parser, "LONG_TEXT_CHARACTERS", 100)
     return {"prompt": "slow" * 50}, release
 
 

@@ -22,13 +22,13 @@ from schemathesis.specs.openapi.checks import (
 
 from draftproof.engine.validation import Limits
 from draftproof.sampling_params import PYTHON_OPTIONS, SamplingParams
-from draftproof.serve.api.openapi import document
-from draftproof.serve.api.request_schema import (
+from draftproof.serve.api.generation.request_schema import (
     UNSUPPORTED,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
+from draftproof.serve.api.openapi import document
 from draftproof.serve.http.errors import ApiError, decode
 from draftproof.serve.settings import Settings
 from serving import NGRAM, Served, serving, tiny
@@ -82,7 +82,7 @@ def test_control_response_of_the_wrong_type_is_detected(api: Any, monkeypatch: p
     case = api["/detokenize"]["POST"].Case(body={"tokens": [5]}, media_type="application/json")
     case.call_and_validate(checks=CHECKS)
     monkeypatch.setattr(
-        "draftproof.serve.api.response_schema.DetokenizeResponse", lambda prompt: {"prompt": 1}
+        "draftproof.serve.api.generation.response_schema.DetokenizeResponse", lambda prompt: {"prompt": 1}
     )
     with pytest.raises(FailureGroup, match="schema"):
         case.call_and_validate(checks=CHECKS)

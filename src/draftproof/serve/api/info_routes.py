@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from draftproof import __version__
-from draftproof.serve.api import response_schema as schema
-from draftproof.serve.api.completions import CompletionHandler
+from draftproof.serve.api.generation import response_schema as schema
+from draftproof.serve.api.generation.handler import CompletionHandler
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.api.openapi import document
 from draftproof.serve.api.token_routes import TokenRoutes
@@ -41,7 +41,7 @@ class InfoRoutes:
         self._completions, self._names = completions, names
         self._tokens = TokenRoutes(llm, settings, guard, completions)
         self._created = int(time.time())
-        adds_tokens = bool(completions.parser.tokenizer.encode(""))
+        adds_tokens = bool(completions.prompts.tokenizer.encode(""))
         openapi = document(names, llm.limits, adds_tokens, bool(settings.api_keys))
         self._openapi = msgspec.json.encode(openapi)
 

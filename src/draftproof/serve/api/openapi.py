@@ -9,14 +9,14 @@ import msgspec
 
 from draftproof import __version__
 from draftproof.engine.validation import Limits
-from draftproof.serve.api.request_schema import (
+from draftproof.serve.api.generation.request_schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
 )
-from draftproof.serve.api.response_schema import (
+from draftproof.serve.api.generation.response_schema import (
     ChatCompletionResponse,
     CompletionResponse,
     DetokenizeResponse,

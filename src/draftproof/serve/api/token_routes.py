@@ -15,10 +15,10 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
-from draftproof.serve.api import response_schema as schema
-from draftproof.serve.api.completions import CompletionHandler
-from draftproof.serve.api.request_parser import LONG_TEXT_CHARACTERS, TOO_LONG
-from draftproof.serve.api.request_schema import DetokenizeRequest, TokenizeRequest
+from draftproof.serve.api.generation import response_schema as schema
+from draftproof.serve.api.generation.handler import CompletionHandler
+from draftproof.serve.api.generation.prompt_parser import LONG_TEXT_CHARACTERS, TOO_LONG
+from draftproof.serve.api.generation.request_schema import DetokenizeRequest, TokenizeRequest
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.io import in_thread_if, read_json, send_body, send_json
 from draftproof.serve.http.request_guard import RequestGuard
@@ -35,7 +35,7 @@ class TokenRoutes:
         self, llm: Any, settings: Settings, guard: RequestGuard, completions: CompletionHandler
     ) -> None:
         self._llm, self._settings, self._guard = llm, settings, guard
-        self._completions, self._parser = completions, completions.parser
+        self._completions, self._prompts = completions, completions.prompts
         self._pool = ThreadPoolExecutor(NUM_THREADS, "draftproof-tokenize")
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,11 +55,11 @@ class TokenRoutes:
             for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
                 if getattr(body, name) is not None:
                     raise ApiError(400, f"{name} is for messages", name)
-            return await self._parser.encode(body.prompt, body.add_special_tokens is not False, self._pool)
+            return await self._prompts.encode(body.prompt, body.add_special_tokens is not False, self._pool)
         if body.add_special_tokens is not None:
             text = "add_special_tokens is for a prompt: the chat template adds its own"
             raise ApiError(400, text, "add_special_tokens")
-        return await self._parser.conversation(body, self._pool)
+        return await self._prompts.conversation(body, self._pool)
 
     def _tokenize_response(self, ids: list[int], with_strings: bool) -> bytes:
         length, strings = self._llm.limits.max_model_len, self._completions.token_strings
@@ -83,13 +83,13 @@ class TokenRoutes:
             if body.tokens and max(body.tokens) >= limits.vocab_size:
                 text = f"tokens: {max(body.tokens)} is outside the vocabulary 0..{limits.vocab_size - 1}"
                 raise ApiError(400, text, "tokens")
-            decode = partial(self._parser.tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
+            decode = partial(self._prompts.tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
             text = await in_thread_if(count > LONG_TEXT_CHARACTERS, decode, self._pool)
             await send_json(send, schema.DetokenizeResponse(prompt=text))
 
     async def tokenizer_info(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Describe the tokenizer: special tokens, chat template, sizes."""
-        tokenizer = self._parser.tokenizer
+        tokenizer = self._prompts.tokenizer
         template = tokenizer.chat_template
         names = schema.TokenizerInfo.__struct_fields__
         special = {name: text for name, text in tokenizer.special_tokens.items() if name in names}

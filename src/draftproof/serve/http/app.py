@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
-from draftproof.serve.api.completions import CompletionHandler
+from draftproof.serve.api.generation.handler import CompletionHandler
 from draftproof.serve.api.info_routes import Endpoint, InfoRoutes
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.errors import ApiError

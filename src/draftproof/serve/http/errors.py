@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from draftproof.errors import EngineClosedError, EngineDeadError, QueueFullError, RequestError, nearest
-from draftproof.serve.api.request_schema import UNSUPPORTED
+from draftproof.serve.api.generation.request_schema import UNSUPPORTED
 
 RETRY_SECONDS = 1
 _TYPES = {

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from draftproof.outputs import LogprobRow, RequestOutput, TokenEvent
-from draftproof.serve.api.response_builder import ChatBuilder, CompletionBuilder
-from draftproof.serve.api.response_schema import Usage
+from draftproof.serve.api.generation.response_builder import ChatBuilder, CompletionBuilder
+from draftproof.serve.api.generation.response_schema import Usage
 from draftproof.serve.http.errors import ApiError, ErrorResponse
 
 DONE = b"data: [DONE]\n\n"

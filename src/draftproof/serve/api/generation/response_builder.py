@@ -11,11 +11,21 @@ from draftproof.errors import NO_TOKEN_LEFT
 from draftproof.metrics import SpecStats
 from draftproof.outputs import CompletionOutput, LogprobRow, RequestOutput, TokenEvent
 from draftproof.sampling_params import MAX_SEED
-from draftproof.serve.api import response_schema as schema
-from draftproof.serve.api.logprob_format import LogprobFormatter, PromptRows, TokenStrings, logprob_rows
-from draftproof.serve.api.request_parser import ParsedPrompt, ParsedRequest
-from draftproof.serve.api.response_schema import ChatChunkChoice, CompletionChoice, CompletionLogprobs
-from draftproof.serve.api.tool_options import ChoiceStream
+from draftproof.serve.api.generation import response_schema as schema
+from draftproof.serve.api.generation.logprob_format import (
+    LogprobFormatter,
+    PromptRows,
+    TokenStrings,
+    logprob_rows,
+)
+from draftproof.serve.api.generation.prompt_parser import ParsedPrompt
+from draftproof.serve.api.generation.request_parser import ParsedRequest
+from draftproof.serve.api.generation.response_schema import (
+    ChatChunkChoice,
+    CompletionChoice,
+    CompletionLogprobs,
+)
+from draftproof.serve.api.generation.tool_options import ChoiceStream
 from draftproof.serve.http.errors import ApiError
 
 Events = Sequence[TokenEvent]

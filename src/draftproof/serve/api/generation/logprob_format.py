@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from draftproof.outputs import DraftRecord, LogprobRow
-from draftproof.serve.api.response_schema import (
+from draftproof.serve.api.generation.response_schema import (
     ChatLogprob,
     CompletionLogprobs,
     DraftInfo,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,38 +11,16 @@ import msgspec
 
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.api import request_schema as schema
-from draftproof.serve.api.tool_options import (
-    ToolOptions,
-    message_fields,
-    read_tools,
-    template_tools,
-    with_tool_prompt,
-)
+from draftproof.serve.api.generation import request_schema as schema
+from draftproof.serve.api.generation.prompt_parser import ParsedPrompt, PromptParser, content_text
+from draftproof.serve.api.generation.tool_options import ToolOptions, read_tools
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.io import in_thread_if
 from draftproof.serve.http.request_log import NO_KEY
 from draftproof.serve.settings import Settings
-from draftproof.text.tokenizer import Tokenizer
-from draftproof.text.tool_calls.formats import detect, find_format
 
-LONG_TEXT_CHARACTERS = 4096  # longer texts are tokenized in a thread, not on the event loop
-PART_CHARACTERS = 32  # characters that take as long as one message
 LONG_LIST_ITEMS = 1024  # longer lists are checked in a thread, not on the event loop
-RESERVED_TEMPLATE_NAMES = {
-    *("self", "messages", "chat_template", "tools"),
-    *("add_generation_prompt", "continue_final_message"),
-}
-TOO_LONG = "context_length_exceeded"  # the code that clients test for
 PREDICTION_HINT = """start the server with a --speculative-config, such as '{"method": "ngram"}', to use it"""
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedPrompt:
-    """One prompt in tokens, and its text for an echo."""
-
-    ids: list[int]
-    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +49,9 @@ class ParsedRequest:
 class RequestParser:
     """Parser of request bodies for one model."""
 
-    def __init__(self, llm: Any, settings: Settings) -> None:
+    def __init__(self, llm: Any, settings: Settings, prompts: PromptParser) -> None:
         self._llm, self._settings = llm, settings
-        self.tokenizer: Tokenizer = llm.get_tokenizer()
-        template = self.tokenizer.chat_template
-        source = "" if template is None else template.source
-        name = settings.tool_call_parser
-        self._tool_format = detect(source) if name is None else find_format(name)
-        self._renders_tools = re.search(r"\btools\b", source) is not None
+        self._prompts = prompts
 
     async def completion(self, body: schema.CompletionRequest, seed: int, key: str = NO_KEY) -> ParsedRequest:
         """Parse a body of /v1/completions. `key`: short name of the API key."""
@@ -108,7 +78,7 @@ class RequestParser:
             prompt_logprobs=max(widths, default=None),
         )
         params = await in_thread_if(body.num_items > LONG_LIST_ITEMS, make)
-        prompts = await self._prompts(body, n)
+        prompts = await self._prompts.completion(body, n)
         return ParsedRequest(
             is_chat=False,
             prompts=prompts,
@@ -128,9 +98,9 @@ class RequestParser:
         self._check_logprobs("top_logprobs", body.top_logprobs)
         if body.prediction is not None and not self._llm.limits.speculative_tokens:
             raise ApiError(400, f"prediction: {PREDICTION_HINT}", "prediction", "unsupported_option")
-        tools = read_tools(body, self._tool_format)
-        prediction = None if body.prediction is None else _text(body.prediction.content)
-        self._check_characters(len(prediction or ""), "prediction", self._llm.limits.max_model_len)
+        tools = read_tools(body, self._prompts.tool_format)
+        prediction = None if body.prediction is None else content_text(body.prediction.content)
+        self._prompts.check_characters(len(prediction or ""), "prediction", self._llm.limits.max_model_len)
         make = partial(
             self._params,
             body,
@@ -143,8 +113,8 @@ class RequestParser:
             **_tool_params(tools),
         )
         params = await in_thread_if(body.num_items > LONG_LIST_ITEMS, make)
-        prompt = ParsedPrompt(await self.conversation(body))
-        self._check_length(prompt, "messages")
+        prompt = ParsedPrompt(await self._prompts.conversation(body))
+        self._prompts.check_length(prompt, "messages")
         return ParsedRequest(
             is_chat=True,
             prompts=[prompt],
@@ -153,61 +123,6 @@ class RequestParser:
             tools=tools,
             num_logprob_entries=self._count_logprobs([prompt], params),
         )
-
-    async def conversation(
-        self, body: schema.ChatCompletionRequest | schema.TokenizeRequest, pool: Executor | None = None
-    ) -> list[int]:
-        """Return the tokens of a conversation, rendered by the model's chat template."""
-        names = body.chat_template_kwargs or {}
-        for name in RESERVED_TEMPLATE_NAMES.intersection(names):
-            text = f"chat_template_kwargs: {name!r} is reserved for the server"
-            raise ApiError(400, text, "chat_template_kwargs")
-        assert not isinstance(body.messages, msgspec.UnsetType)
-        num_parts = sum(message.num_parts for message in body.messages)
-        if num_parts > schema.MAX_MESSAGES:
-            text = f"messages: {num_parts} messages and parts, and the maximum is {schema.MAX_MESSAGES}"
-            raise ApiError(400, text, "messages")
-        size = sum(len(_text(message.content)) for message in body.messages)
-        self._check_characters(size, "messages")
-        continues = bool(body.continue_final_message)
-        add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        messages, names = self._template_input(body, names)
-        render = partial(
-            self._llm.chat_token_ids,
-            messages,
-            chat_template_kwargs=names,
-            add_generation_prompt=add_prompt,
-            continue_final_message=continues,
-        )
-        is_long = size + num_parts * PART_CHARACTERS > LONG_TEXT_CHARACTERS
-        return await in_thread_if(is_long, render, pool)
-
-    def _template_input(
-        self, body: schema.ChatCompletionRequest | schema.TokenizeRequest, names: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the messages and names that the template gets, tools included."""
-        assert not isinstance(body.messages, msgspec.UnsetType)
-        form = self._tool_format
-        as_text = form is not None and form.has_text_arguments
-        messages = [
-            {**_message(message), **message_fields(message, at, as_text)}
-            for at, message in enumerate(body.messages)
-        ]
-        if not body.tools or (isinstance(body, schema.ChatCompletionRequest) and body.tool_choice == "none"):
-            return messages, names
-        tools = template_tools(body.tools)
-        if self._renders_tools:
-            return messages, {**names, "tools": tools}
-        if form is None or not form.has_system_prompt:
-            text = "tools: the chat template of this model has none"
-            raise ApiError(400, f"{text}; start the server with --tool-call-parser hermes", "tools")
-        return with_tool_prompt(messages, tools), names
-
-    async def encode(self, text: str, add_special_tokens: bool, pool: Executor | None = None) -> list[int]:
-        """Return the tokens of a text that is short enough for a prompt, in a thread of `pool`."""
-        self._check_characters(len(text), "prompt")
-        call = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await in_thread_if(len(text) > LONG_TEXT_CHARACTERS, call, pool)
 
     def _check_common(self, body: schema.GenerationRequest) -> int:
         """Check the options that both routes share; return n."""
@@ -269,26 +184,6 @@ class RequestParser:
             param = option if error.param == "structured_outputs" else error.param
             raise ApiError(400, str(error), param) from error
 
-    async def _prompts(self, body: schema.CompletionRequest, n: int) -> list[ParsedPrompt]:
-        special = body.add_special_tokens is not False
-        limit = max(self._settings.max_choices, self._llm.limits.max_model_len)
-        if not isinstance(body.prompt, str) and len(body.prompt) > limit:
-            text = f"prompt: {len(body.prompt)} items, and the maximum is {limit}"
-            raise ApiError(400, text, "prompt", TOO_LONG if type(body.prompt[0]) is int else None)
-        prompts = _prompt_list(body.prompt)
-        num_choices = len(prompts) * n
-        if num_choices > self._settings.max_choices:
-            text = f"prompt: {len(prompts)} prompts with n={n} are {num_choices} choices, and the maximum is "
-            raise ApiError(400, f"{text}{self._settings.max_choices}", "prompt")
-        parsed = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                parsed.append(ParsedPrompt(await self.encode(prompt, special), prompt))
-            else:
-                parsed.append(ParsedPrompt(prompt))
-            self._check_length(parsed[-1])
-        return parsed
-
     def _count_logprobs(self, prompts: list[ParsedPrompt], params: SamplingParams) -> int:
         """Return an upper bound of the logprobs in the response; ApiError if it exceeds the limit."""
         length, limit = self._llm.limits.max_model_len, self._settings.max_logprob_entries
@@ -305,22 +200,6 @@ class RequestParser:
             raise ApiError(400, f"up to {count} logprobs, and the maximum is {limit}: {hint}", param)
         return count
 
-    def _check_characters(self, size: int, name: str, max_tokens: int | None = None) -> None:
-        """Reject a text that cannot fit into `max_tokens` (default: of a prompt) before tokenizing it."""
-        limit = max_tokens or self._settings.max_prompt_tokens or self._llm.limits.max_model_len
-        if size > limit * self.tokenizer.longest:
-            raise ApiError(400, f"{name}: {size} characters are more than {limit} tokens", name, TOO_LONG)
-
-    def _check_length(self, prompt: ParsedPrompt, name: str = "prompt") -> None:
-        limits, count = self._llm.limits, len(prompt.ids)
-        limit = min(self._settings.max_prompt_tokens or limits.max_model_len, limits.max_model_len - 1)
-        if count > limit:
-            raise ApiError(400, f"the prompt has {count} tokens, and the maximum is {limit}", name, TOO_LONG)
-        vocab = limits.vocab_size
-        if prompt.text is None and prompt.ids and max(prompt.ids) >= vocab:
-            text = f"prompt: token id {max(prompt.ids)} is outside the vocabulary 0..{vocab - 1}"
-            raise ApiError(400, text, "prompt")
-
 
 # options that have the same name and meaning in SamplingParams
 _SAME_NAMES = (
@@ -329,16 +208,6 @@ _SAME_NAMES = (
     *("include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids"),
     *("logprob_token_ids", "priority", "logprobs_mode", "include_draft_logprobs"),
 )
-
-
-def _prompt_list(prompt: Any) -> list[Any]:
-    """Return one or several prompts as a list of texts or of token id lists."""
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(item) for item in prompt}
-    if len(kinds) > 1:
-        raise ApiError(400, "prompt: texts, token ids and lists of token ids cannot be mixed", "prompt")
-    return [prompt] if kinds == {int} else list(prompt)
 
 
 def _token_limit(body: schema.CompletionRequest | schema.ChatCompletionRequest) -> int | None:
@@ -381,19 +250,3 @@ def _tool_params(tools: ToolOptions | None) -> dict[str, Any]:
     if tools is not None and tools.keeps_special_tokens:
         found["skip_special_tokens"] = False
     return found
-
-
-def _text(content: str | Sequence[schema.TextPart] | None) -> str:
-    if content is None:
-        return ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _message(message: schema.Message) -> dict[str, Any]:
-    """Return a message for the chat template; the role "developer" becomes "system"."""
-    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    content: Any = message.content or ""
-    if not isinstance(content, str):
-        content = [{"type": "text", "text": part.text} for part in content]
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": content, **named}

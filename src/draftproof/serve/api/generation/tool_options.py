@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import UNSET
 
-from draftproof.serve.api import request_schema as schema
-from draftproof.serve.api import response_schema as response
+from draftproof.serve.api.generation import request_schema as schema
+from draftproof.serve.api.generation import response_schema as response
 from draftproof.serve.http.errors import ApiError
 from draftproof.text.grammar.json_schema_check import not_enforced
 from draftproof.text.tool_calls import grammar

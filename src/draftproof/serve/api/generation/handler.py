@@ -21,11 +21,16 @@ from draftproof import __version__
 from draftproof.errors import RequestError
 from draftproof.outputs import RequestOutput, TokenEvent
 from draftproof.sampling_params import FRESH_SEED
-from draftproof.serve.api.logprob_format import TokenStrings, logprob_rows
+from draftproof.serve.api.generation.logprob_format import TokenStrings, logprob_rows
+from draftproof.serve.api.generation.prompt_parser import PromptParser
+from draftproof.serve.api.generation.request_parser import ParsedRequest, RequestParser
+from draftproof.serve.api.generation.request_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from draftproof.serve.api.generation.response_builder import ChatBuilder, CompletionBuilder, generation_error
 from draftproof.serve.api.metrics import ServerMetrics
-from draftproof.serve.api.request_parser import ParsedRequest, RequestParser
-from draftproof.serve.api.request_schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from draftproof.serve.api.response_builder import ChatBuilder, CompletionBuilder, generation_error
 from draftproof.serve.http.errors import ApiError, to_api_error
 from draftproof.serve.http.io import ResponseStream, in_thread_if, read_json, send_body, send_error
 from draftproof.serve.http.request_guard import ClientDisconnected, ClientMonitor, RequestGuard
@@ -48,9 +53,10 @@ class CompletionHandler:
     ) -> None:
         self._llm, self._settings, self._guard, self._metrics = llm, settings, guard, metrics
         self._models = models
-        self.parser = RequestParser(llm, settings)
-        self.token_strings = TokenStrings(self.parser.tokenizer)
-        self._id_strings = TokenStrings(self.parser.tokenizer, as_ids=True)
+        self.prompts = PromptParser(llm, settings)
+        self._parser = RequestParser(llm, settings, self.prompts)
+        self.token_strings = TokenStrings(self.prompts.tokenizer)
+        self._id_strings = TokenStrings(self.prompts.tokenizer, as_ids=True)
         seed = llm.config.seed
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
@@ -103,10 +109,10 @@ class CompletionHandler:
         if seed is None or seed == FRESH_SEED:
             seed = self._seeds.randrange(MAX_DRAWN_SEED)
         if isinstance(body, ChatCompletionRequest):
-            parsed, kind = await self.parser.chat(body, seed, record.key), "chatcmpl"
+            parsed, kind = await self._parser.chat(body, seed, record.key), "chatcmpl"
         else:
             assert isinstance(body, CompletionRequest)
-            parsed, kind = await self.parser.completion(body, seed, record.key), "cmpl"
+            parsed, kind = await self._parser.completion(body, seed, record.key), "cmpl"
         head = {
             "id": f"{kind}-{record.id}",
             "created": int(time.time()),
@@ -215,7 +221,7 @@ class CompletionHandler:
             if getattr(body, name) is not None:
                 record.fields[name] = getattr(body, name)
         if self._settings.log_prompts:
-            decode = self.parser.tokenizer.decode
+            decode = self.prompts.tokenizer.decode
             record.fields["prompt"] = [decode(prompt.ids, False) for prompt in parsed.prompts]
 
     def _record_outputs(self, parsed: ParsedRequest, outputs: Outputs, record: RequestRecord) -> None:

@@ -1,0 +1,1 @@
+"""Routes that generate text: /v1/completions and /v1/chat/completions."""
