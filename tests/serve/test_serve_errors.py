@@ -17,7 +17,7 @@ from pytest import MonkeyPatch
 
 from draftproof import AsyncLLM
 from draftproof.errors import ConfigError, EngineDeadError, QueueFullError
-from draftproof.serve.api import completions, response_builder
+from draftproof.serve.api.generation import handler, response_builder
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http import io, request_guard, uvicorn_protocol
 from draftproof.serve.http.request_log import JsonFormatter
@@ -356,7 +356,7 @@ def test_large_bodies_and_responses_in_a_thread_are_the_same(folder: Any, monkey
     body = {"prompt": [list(range(9, 60))] * 2, "max_tokens": 5, "echo": True, "logprobs": 3, "seed": 1}
     results = []
     for limit in (20_000, 10):
-        monkeypatch.setattr(completions, "MAX_INLINE_LOGPROBS", limit)
+        monkeypatch.setattr(handler, "MAX_INLINE_LOGPROBS", limit)
         monkeypatch.setattr(io, "MAX_INLINE_BODY_BYTES", limit)
         with serving(tiny(folder)) as running:
             whole = running.post("/v1/completions", body).json()

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 from draftproof.serve.api.generation.handler import CompletionHandler
+from draftproof.serve.api.generation.route import ChatRoute, CompletionRoute
 from draftproof.serve.api.info_routes import Endpoint, InfoRoutes
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.errors import ApiError
@@ -41,8 +42,8 @@ def create_app(
     metrics = metrics or ServerMetrics(llm, names[0], settings.vllm_metrics)
     completions = CompletionHandler(llm, settings, guard, metrics, names)
     routes = InfoRoutes(llm, settings, guard, metrics, completions, names).routes()
-    routes["/v1/completions"] = "POST", partial(completions, chat=False)
-    routes["/v1/chat/completions"] = "POST", partial(completions, chat=True)
+    routes["/v1/completions"] = "POST", partial(completions, route=CompletionRoute())
+    routes["/v1/chat/completions"] = "POST", partial(completions, route=ChatRoute())
     app = FastAPI(title="Draftproof", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.guard, app.state.metrics = guard, metrics
     for path, (method, handler) in routes.items():

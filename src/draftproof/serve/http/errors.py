@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from draftproof.errors import EngineClosedError, EngineDeadError, QueueFullError, RequestError, nearest
-from draftproof.serve.api.generation.request_schema import UNSUPPORTED
+from draftproof.serve.api.generation.request_schema import UNSUPPORTED, Unsupported
 
 RETRY_SECONDS = 1
 _TYPES = {
@@ -105,13 +105,23 @@ def _without_no_effect(value: Any, kind: type[Any]) -> Any:
     """Remove unsupported options whose value changes nothing; some clients always send them."""
     if not isinstance(value, dict):
         return value
-    known = kind.__struct_fields__
-    return {name: item for name, item in value.items() if name in known or not _has_no_effect(name, item)}
+    known, table = kind.__struct_fields__, _unsupported(kind)
+    return {
+        name: item
+        for name, item in value.items()
+        if name in known or not _has_no_effect(item, table.get(name, ("", ()))[1])
+    }
 
 
-def _has_no_effect(name: str, item: Any) -> bool:
-    """Compare with the values of UNSUPPORTED that change nothing; 1 is not the same as true."""
-    same = [known for known in UNSUPPORTED.get(name, ("", ()))[1] if known == item]
+def _unsupported(kind: type[Any]) -> Unsupported:
+    """Return the unsupported options of a body; a body may have a table of its own."""
+    found: Unsupported = getattr(kind, "unsupported", UNSUPPORTED)
+    return found
+
+
+def _has_no_effect(item: Any, values: tuple[Any, ...]) -> bool:
+    """Compare with the values that change nothing; 1 is not the same as true."""
+    same = [known for known in values if known == item]
     return any(isinstance(known, bool) == isinstance(item, bool) for known in same)
 
 
@@ -125,13 +135,14 @@ def _with_integers(value: Any) -> Any:
 
 
 def _validation_error(text: str, kind: type[Any]) -> ApiError:
+    table = _unsupported(kind)
     if found := _UNKNOWN.match(text):
         name, place = found[1], _place(found[2])
         short = _short(name)
         if place:
             return ApiError(400, f"{place}: unknown key {short!r}", f"{place}.{short}", "unknown_option")
-        if name in UNSUPPORTED:
-            return ApiError(400, f"{name}: {UNSUPPORTED[name][0]}", name, "unsupported_option")
+        if name in table:
+            return ApiError(400, f"{name}: {table[name][0]}", name, "unsupported_option")
         hint = nearest(name, kind.__struct_fields__, "see /openapi.json for the options")
         return ApiError(400, f"unknown option {short!r}: {hint}", short, "unknown_option")
     if found := _MISSING.match(text):
@@ -141,8 +152,8 @@ def _validation_error(text: str, kind: type[Any]) -> ApiError:
     place = _place(found[1]) if found else None
     message = text[: found.start()] if found else text
     option = re.split(r"[.\[]", place or "")[0]
-    if option in UNSUPPORTED and option not in kind.__struct_fields__:
-        return ApiError(400, f"{option}: {UNSUPPORTED[option][0]}", place, "unsupported_option")
+    if option in table and option not in kind.__struct_fields__:
+        return ApiError(400, f"{option}: {table[option][0]}", place, "unsupported_option")
     if _PART.search(place or ""):
         message += f" ({UNSUPPORTED['modalities'][0]})"
     return ApiError(400, f"{place or 'body'}: {message}", place)

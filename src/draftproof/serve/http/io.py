@@ -30,6 +30,7 @@ class ResponseStream:
     def __init__(self, send: Send) -> None:
         self.send = send
         self.started = False
+        self.failure: Callable[[ApiError], bytes]  # event of an error, set before the first bytes
 
     async def write(self, data: bytes) -> None:
         """Send some bytes."""

@@ -121,7 +121,6 @@ class SseEncoder:
             out += b',"metrics":' + _ENCODER.encode(self._builder.metrics(outputs)) + b"}\n\n"
         out += DONE
 
-
-def error_event(error: ApiError) -> bytes:
-    """Return the event of an error after the status line was sent."""
-    return b"data: " + msgspec.json.encode(ErrorResponse(error.detail)) + b"\n\n" + DONE
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event of an error after the status line was sent."""
+        return b"data: " + msgspec.json.encode(ErrorResponse(error.detail)) + b"\n\n" + DONE

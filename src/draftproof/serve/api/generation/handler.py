@@ -1,4 +1,4 @@
-"""Handler of /v1/completions and /v1/chat/completions, from the body to the last byte of the response.
+"""Handler of the routes that generate, from the body to the last byte of the response.
 
 The status line is sent with the first token, so a request that the engine rejects gets an error status. A
 later failure is sent as an event of the stream. A client that disconnects aborts its request.
@@ -28,25 +28,26 @@ from draftproof.serve.api.generation.request_schema import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    SamplingRequest,
 )
-from draftproof.serve.api.generation.response_builder import ChatBuilder, CompletionBuilder, generation_error
+from draftproof.serve.api.generation.response_builder import ResponseBuilder, generation_error
+from draftproof.serve.api.generation.route import EventEncoder, GenerationRoute
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.errors import ApiError, to_api_error
 from draftproof.serve.http.io import ResponseStream, in_thread_if, read_json, send_body, send_error
 from draftproof.serve.http.request_guard import ClientDisconnected, ClientMonitor, RequestGuard
 from draftproof.serve.http.request_log import LOGGER, RequestRecord
-from draftproof.serve.http.sse import GenerationFailed, SseEncoder, error_event
+from draftproof.serve.http.sse import GenerationFailed
 from draftproof.serve.settings import Settings
 
 MAX_INLINE_LOGPROBS = 20_000  # more of them are formatted in a thread, not on the event loop
 MAX_DRAWN_SEED = (1 << 53) - 128  # of requests without a seed: an integer that JavaScript can represent
 Batch = tuple[int, list[TokenEvent]]  # index of the prompt, its new events
-Builder = CompletionBuilder | ChatBuilder
 Outputs = Sequence[RequestOutput]
 
 
 class CompletionHandler:
-    """Handler of the two generation routes."""
+    """Handler of the routes that generate."""
 
     def __init__(
         self, llm: Any, settings: Settings, guard: RequestGuard, metrics: ServerMetrics, models: Sequence[str]
@@ -68,66 +69,70 @@ class CompletionHandler:
         message = f"unknown model {name[:100]!r}; this server has {known}"
         raise ApiError(404, message, "model", "model_not_found")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, chat: bool) -> None:
-        """Handle one request, as an ASGI application."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, route: GenerationRoute) -> None:
+        """Handle one request of a route, as an ASGI application."""
         record: RequestRecord = scope["state"]["record"]
         response = ResponseStream(send)
         try:
-            schema: type[GenerationRequest] = ChatCompletionRequest if chat else CompletionRequest
-            body = await read_json(scope, receive, self._settings, schema)
+            body = await read_json(scope, receive, self._settings, route.schema)
             model = self.check_model(body.model)
             if body.request_id is not None:
                 record.id = body.request_id
             with self._guard.admit(record), self._metrics.count_open():
                 async with ClientMonitor(receive, self._guard) as client:
-                    await self._handle(body, model, record, client, response)
+                    await self._handle(route, body, model, record, client, response)
         except ClientDisconnected as error:
             self._metrics.disconnects += 1
             record.status, record.fields["ended"] = 499, f"client {error}"
         except Exception as error:
-            await self._send_error(error, record, response)
+            await self._send_error(route, error, record, response)
 
-    async def _send_error(self, error: Exception, record: RequestRecord, response: ResponseStream) -> None:
-        api_error = to_api_error(error)
+    async def _send_error(
+        self, route: GenerationRoute, error: Exception, record: RequestRecord, response: ResponseStream
+    ) -> None:
+        api_error = route.error(to_api_error(error))
         if api_error.status == 500:
             LOGGER.error("request failed", exc_info=error, extra={"fields": {"request_id": record.id}})
         record.status, record.fields["error"] = api_error.status, api_error.code or api_error.param
         if response.started:
-            await response.finish(error_event(api_error))
+            await response.finish(response.failure(api_error))
         else:
             await send_error(response.send, api_error)
 
     async def _handle(
         self,
-        body: GenerationRequest,
+        route: GenerationRoute,
+        body: SamplingRequest,
         model: str,
         record: RequestRecord,
         client: ClientMonitor,
         response: ResponseStream,
     ) -> None:
-        seed = body.seed
+        request = route.request(body, record)
+        seed = request.seed
         if seed is None or seed == FRESH_SEED:
             seed = self._seeds.randrange(MAX_DRAWN_SEED)
-        if isinstance(body, ChatCompletionRequest):
-            parsed, kind = await self._parser.chat(body, seed, record.key), "chatcmpl"
+        if isinstance(request, ChatCompletionRequest):
+            parsed = await self._parser.chat(request, seed, record.key)
         else:
-            assert isinstance(body, CompletionRequest)
-            parsed, kind = await self._parser.completion(body, seed, record.key), "cmpl"
+            assert isinstance(request, CompletionRequest)
+            parsed = await self._parser.completion(request, seed, record.key)
         head = {
-            "id": f"{kind}-{record.id}",
+            "id": f"{route.id_prefix}{record.id}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": f"draftproof-{__version__}",
         }
-        if body.service_tier is not None:
+        if request.service_tier is not None:
             head["service_tier"] = "default"  # the only one
-        build = ChatBuilder if parsed.is_chat else CompletionBuilder
         strings = self._id_strings if parsed.as_ids else self.token_strings
-        builder = build(parsed, strings, head, self._llm.limits.speculative_tokens)
-        self._record_request(body, parsed, record)
+        max_drafts = self._llm.limits.speculative_tokens
+        builder = route.builder(body, record, parsed, strings, head, max_drafts)
+        self._record_request(request, parsed, record)
         try:
             if parsed.stream:
-                outputs = await self._send_stream(builder, record, client, response)
+                encoder = route.encoder(builder)
+                outputs = await self._send_stream(builder, encoder, record, client, response)
             else:
                 outputs = await self._send_whole(builder, record, client, response)
         except RequestError as error:
@@ -137,7 +142,7 @@ class CompletionHandler:
         self._record_outputs(parsed, outputs, record)
 
     async def _send_whole(
-        self, builder: Builder, record: RequestRecord, client: ClientMonitor, response: ResponseStream
+        self, builder: ResponseBuilder, record: RequestRecord, client: ClientMonitor, response: ResponseStream
     ) -> list[RequestOutput]:
         parsed = builder.parsed
         calls = [
@@ -162,9 +167,14 @@ class CompletionHandler:
         return generation_error(reason, error, worker_lost)
 
     async def _send_stream(
-        self, builder: Builder, record: RequestRecord, client: ClientMonitor, response: ResponseStream
+        self,
+        builder: ResponseBuilder,
+        encoder: EventEncoder,
+        record: RequestRecord,
+        client: ClientMonitor,
+        response: ResponseStream,
     ) -> list[RequestOutput]:
-        parsed, encoder = builder.parsed, SseEncoder(builder)
+        parsed, response.failure = builder.parsed, encoder.failure
         streams = [
             self._llm.stream({"prompt_token_ids": prompt.ids}, parsed.params, request_id=f"{record.id}/{p}")
             for p, prompt in enumerate(parsed.prompts)
@@ -248,7 +258,7 @@ class _StreamOpening:
         self._buffered: list[TokenEvent] = []
         self.done = False
 
-    def release(self, events: list[TokenEvent], encoder: SseEncoder, out: bytearray) -> list[TokenEvent]:
+    def release(self, events: list[TokenEvent], encoder: EventEncoder, out: bytearray) -> list[TokenEvent]:
         """Write the first chunks if they are complete, and return the events to encode now."""
         self._buffered += events
         if events[-1].finish_reason in ("error", "abort"):

@@ -28,6 +28,7 @@ FunctionName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 TemplateNames = Annotated[dict[TemplateName, Any], Meta(max_length=64)]
 MAX_MESSAGES = 4096  # of a conversation; the parts of their contents count as well
 MAX_LIST_ITEMS = 1 << 18  # of lists of token ids, biases, choices; the largest vocabularies fit
+Unsupported = dict[str, tuple[str, tuple[Any, ...]]]
 Logprobs = Count  # the engine's max_logprobs limits it further, see RequestParser
 
 LogitBias = Annotated[
@@ -97,11 +98,10 @@ class SchemaJson(Strict, kw_only=True, tag_field="type", tag="json_schema"):
 ResponseFormat = FreeText | AnyJson | SchemaJson
 
 
-class GenerationRequest(Strict, kw_only=True):
-    """Options of both generation routes."""
+class SamplingRequest(Strict, kw_only=True):
+    """Options of every route that generates."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=MAX_VALUE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
@@ -112,33 +112,40 @@ class GenerationRequest(Strict, kw_only=True):
     logit_bias: LogitBias | None = None
     seed: Annotated[int, Meta(ge=MIN_SEED, le=MAX_SEED)] | None = None  # -1: a fresh one
     min_tokens: Count | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     bad_words: Annotated[list[Words], Meta(max_length=256)] | None = None
     allowed_token_ids: TokenIds | None = None
-    prompt_logprobs: Logprobs | None = None
-    logprob_token_ids: TokenIds | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: Structure | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     request_id: Name | None = None
+    return_token_ids: bool | None = None
+    # extensions of this server
+    speculative: bool | Speculative | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
+
+
+class GenerationRequest(SamplingRequest, kw_only=True):
+    """Options of /v1/completions and /v1/chat/completions."""
+
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    prompt_logprobs: Logprobs | None = None
+    logprob_token_ids: TokenIds | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
     user: Annotated[str, Meta(max_length=256)] | None = None
     # fields of the OpenAI API without influence on the output
     safety_identifier: Annotated[str, Meta(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=256)] | None = None  # part of the cache salt
     metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # extensions of this server
-    speculative: bool | Speculative | None = None
-    logprobs_mode: Literal["raw", "processed"] | None = None
     include_draft_logprobs: bool | None = None
     provenance: bool | None = None
     stream_granularity: Literal["token", "step"] | None = None
@@ -285,7 +292,7 @@ _NO_TOOLS = "tools are for /v1/chat/completions"
 _NO_BEAM_SEARCH = "beam search is not supported"
 _ONLY_TEXT, _USE_STRUCTURE = "only text is supported", "use structured_outputs"
 # options of other servers: why they are not supported, and values that change nothing and are accepted
-UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
+UNSUPPORTED: Unsupported = {
     "suffix": ("text after the completion is not supported", (None, "")),
     "tools": (_NO_TOOLS, (None, [])),
     "tool_choice": (_NO_TOOLS, (None, "none", "auto")),

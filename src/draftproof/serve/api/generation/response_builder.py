@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 
 from draftproof.errors import NO_TOKEN_LEFT
@@ -47,6 +48,10 @@ class ResponseBuilder:
         self.logprobs = LogprobFormatter(strings, params.logprobs or 0, params.logprob_token_ids)
         assert params.seed is not None
         self._seed = params.seed
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
+        """Return the body of a request without streaming."""
+        raise NotImplementedError
 
     def seed_of(self, index: int) -> int:
         """Return the seed of a choice: each prompt has the seeds seed, seed + 1, ..."""

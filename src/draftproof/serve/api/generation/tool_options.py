@@ -87,19 +87,24 @@ class ChoiceStream:
         """Whether a call has started."""
         return self._parser.num_calls > 0
 
-    def delta(self, text: str, is_last: bool) -> response.Delta:
-        """Return the delta of new text."""
+    def parse(self, text: str, is_last: bool) -> list[Delta]:
+        """Return the deltas of new text in their order."""
         deltas: list[Delta] = self._parser.feed(text)
         if is_last:
             deltas += self._parser.finish()
+        is_limited = self._options.only_one
+        return [each for each in deltas if not (is_limited and isinstance(each, CallDelta) and each.index)]
+
+    def delta(self, text: str, is_last: bool) -> response.Delta:
+        """Return the delta of new text."""
         made = response.Delta()
         calls: dict[int, response.ToolCallDelta] = {}
-        for each in deltas:
+        for each in self.parse(text, is_last):
             if isinstance(each, ContentDelta):
                 made.content = (made.content or "") + each.text
             elif isinstance(each, ReasoningDelta):
                 made.reasoning_content = (made.reasoning_content or "") + each.text
-            elif not (self._options.only_one and each.index):
+            else:
                 self._add(calls, each)
         if calls:
             made.tool_calls = list(calls.values())
