@@ -14,7 +14,7 @@ from numba.core import caching
 from numba.core.caching import IndexDataCacheFile
 
 from draftproof.numba_jit import native
-from draftproof.ops.cpu.jit.compile import KernelFiles, SourceCache
+from draftproof.ops.cpu.jit.compile import KernelFiles, SourceCache, _closure_key
 
 
 def twice(x: int) -> int:
@@ -49,6 +49,20 @@ def test_control_numbered_files_of_two_writers_collide(tmp_path: Path) -> None:
 
 def test_kernels_use_the_kernel_cache() -> None:
     assert isinstance(SourceCache(twice)._cache_file, KernelFiles)
+
+
+def test_closure_key_depends_on_values_and_not_on_the_process() -> None:
+    """Compare keys of a kernel whose closure has a device function, which numba numbers at random."""
+
+    def made(factor: int) -> Any:
+        scaled = njit(lambda x: factor * x)
+
+        def fn(x: int) -> int:
+            return scaled(x)
+
+        return _closure_key(fn)
+
+    assert made(2) == made(2) != made(3)
 
 
 def test_native_loops_compile_without_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

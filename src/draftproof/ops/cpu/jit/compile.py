@@ -72,6 +72,17 @@ class SourceCache(FunctionCache):  # type: ignore[misc]
             digest.update(path.read_bytes())
         self._cache_file = KernelFiles(self._cache_path, self._impl.filename_base, digest.hexdigest())
 
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """Return the key of a kernel; the key of numba has a random number for each device function."""
+        return sig, codegen.magic_tuple(), _closure_key(self._py_func)
+
+
+def _closure_key(fn: Callable[..., Any]) -> Any:
+    """Return the name of a function and the values in its closure, the same in every process."""
+    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+    values = [_closure_key(cell.py_func) if hasattr(cell, "py_func") else repr(cell) for cell in cells]
+    return fn.__qualname__, *values
+
 
 class Kernel:
     """C-callable function, compiled or read from the disk cache when its address is first needed."""
