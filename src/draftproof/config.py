@@ -79,6 +79,11 @@ class EngineConfig:
         0.9, "share of a GPU's free memory for weights and KV (alias `gpu_memory_utilization`)"
     )
     max_logprobs: int = option(20, "largest number of logprobs per token in a request; -1: no limit")
+    max_grammar_seconds: float = option(
+        2.0,
+        "CPU seconds that matching one request's grammar may take beyond 5 ms a token, and those of one step "
+        "together; then the request fails",
+    )
     seed: int | None = option(None, "source of the seeds of requests without one, and of dummy weights")
     speculative: SpeculativeConfig | None = None
     generation_config: str = option(
@@ -125,6 +130,9 @@ class EngineConfig:
         share = self.memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"memory_utilization must lie in 0..1, got {share!r}")
+        seconds = self.max_grammar_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise ConfigError(f"max_grammar_seconds must be a positive number, got {seconds!r}")
         if self.page_size not in (8, 16, 32, 64):
             raise ConfigError(f"page_size must be 8, 16, 32 or 64, got {self.page_size!r}")
         switches = ("enable_prefix_caching", "warm_up", "overlap", "debug", "enforce_eager")

@@ -18,8 +18,9 @@ import difflib
 from collections.abc import Iterable
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)  # of devices and allocators; torch's own derive from the first
-# error of an output that cannot continue because of its own request's options
+# errors of outputs that cannot continue because of their own request's options
 NO_TOKEN_LEFT = "no token is left to sample: the request's options forbid every one"
+GRAMMAR_TOO_SLOW = "matching the request's grammar takes too long"
 
 
 class DraftproofError(Exception):

@@ -195,7 +195,7 @@ def test_correct_engine_has_no_differences() -> None:
 def test_control_masks_that_ignore_drafts_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = GrammarGuide.fill
 
-    def broken(self: GrammarGuide, drafts: Any, rows: torch.Tensor) -> dict[int, str]:
+    def broken(self: GrammarGuide, drafts: Any, rows: torch.Tensor, *limit: float) -> dict[int, str]:
         errors = whole(self, [], rows[:1])
         rows[1:] = rows[0]
         return errors

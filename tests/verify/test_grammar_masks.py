@@ -242,7 +242,9 @@ def _no_op(self: GrammarGuide, *given: object) -> None:
     """Replace a method."""
 
 
-def _fill_from_the_first_row(self: GrammarGuide, drafts: list[int], rows: Tensor) -> dict[int, str]:
+def _fill_from_the_first_row(
+    self: GrammarGuide, drafts: list[int], rows: Tensor, *limit: float
+) -> dict[int, str]:
     fill(self, [], rows[:1])
     rows[1:] = rows[0]
     return {}

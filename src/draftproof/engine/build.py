@@ -150,7 +150,15 @@ def _build_loop(
     # An error inside a replayed graph does not name its op: debugging ops one by one needs eager steps.
     enforce_eager = config.enforce_eager or os.environ.get("DRAFTPROOF_DEBUG", "0") == "1"
     step = DeviceStep(runner, slots, sampler, proposer, max_rows=sizes.max_rows, enforce_eager=enforce_eager)
-    return Loop(scheduler, slots, step, proposer, overlap=overlap, debug=config.debug)
+    return Loop(
+        scheduler,
+        slots,
+        step,
+        proposer,
+        overlap=overlap,
+        grammar_seconds=config.max_grammar_seconds,
+        debug=config.debug,
+    )
 
 
 def warm_up(parts: EngineParts, adaptive: bool, progress: Progress) -> None:

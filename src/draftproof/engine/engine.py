@@ -128,11 +128,15 @@ class Engine:
             logprob_kind=logprob_kind_of(params, vocab),
             has_host_processors=bool(params.logits_processors or request.bad_word_ids),
             needs_host_logprobs=needs_host_logprobs(params, vocab),
-            guide=None if request.grammar is None else GrammarGuide(request.grammar),
+            guide=self._guide(request),
         )
         self._sequences[request.id] = sequence
         self.loop.scheduler.add(sequence)
         return sequence.stats
+
+    def _guide(self, request: Request) -> GrammarGuide | None:
+        seconds = self.config.max_grammar_seconds
+        return None if request.grammar is None else GrammarGuide(request.grammar, seconds)
 
     def _may_adapt(self, params: SamplingParams) -> bool:
         """Return whether drafts of a request may be dropped by their number.

@@ -29,6 +29,7 @@ from draftproof.engine.slots import Slots
 from draftproof.engine.step import grammar_masks
 from draftproof.engine.step.device_step import DeviceStep, PendingStep
 from draftproof.engine.step.host_logprobs import host_logprobs
+from draftproof.engine.step.mask_thread import MaskThread
 from draftproof.engine.step.step_features import features_of
 from draftproof.engine.step.step_results import GrammarErrors, HostLogprobs, StepResults
 from draftproof.errors import DEVICE_ERRORS
@@ -48,6 +49,7 @@ class Loop:
         device: DeviceStep,
         proposer: Proposer | None,
         overlap: bool,
+        grammar_seconds: float,
         debug: bool = False,
     ) -> None:
         self.scheduler = scheduler
@@ -61,6 +63,7 @@ class Loop:
         self.predictions = PredictionDrafts(scheduler, device, source=len(self.sources) - 1)
         self.hooks = ProposerHooks(proposer, device.drafting, self.predictions, debug)
         self.release = RequestRelease(scheduler, slots, self.hooks, self.pending)
+        self._mask_thread = MaskThread(grammar_seconds)
         self._recovery = FaultRecovery(scheduler, device, self.hooks, self.release)
         self._number = 0  # number of the last queued step
         self._features: tuple[int, StepFeatures] | None = None
@@ -159,7 +162,7 @@ class Loop:
             decision = self._decide(planned.slots, planned.samples)
         grammar_errors: GrammarErrors = {}
         if scheduler.num_needing_sync:
-            grammar_errors = grammar_masks.send_masks(planned, self.slots, self.device)
+            grammar_errors = grammar_masks.send_masks(planned, self.slots, self.device, self._mask_thread)
             host_processed = {s.slot: s.request for s in planned.sequences if s.has_host_processors}
         keep = self.hooks.needs_hidden_on_host
         features = self._current_features()

@@ -15,11 +15,12 @@ from draftproof.array_types import Bools, Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.device_step import DeviceStep
+from draftproof.engine.step.mask_thread import MaskTask, MaskThread
 from draftproof.engine.step.step_results import GrammarErrors
 from draftproof.types import FIRST_ROW, NUM_OUT, TOKENS
 
 
-def send_masks(planned: StepPlan, slots: Slots, device: DeviceStep) -> GrammarErrors:
+def send_masks(planned: StepPlan, slots: Slots, device: DeviceStep, thread: MaskThread) -> GrammarErrors:
     """Send the masks of every window of a request with a grammar. No step may be in flight."""
     entries = [b for b, s in enumerate(planned.sequences) if s.guide is not None and planned.samples[b]]
     if not entries:
@@ -29,20 +30,16 @@ def send_masks(planned: StepPlan, slots: Slots, device: DeviceStep) -> GrammarEr
     if counts.any():
         draft = device.ops.runtime.fetch(slots.columns.draft)().numpy()
     depths = slots.columns.draft.shape[1] + 1
-    masks = torch.zeros((int((counts + 1).sum()), -(-slots.vocab // 32)), dtype=torch.int32)
+    tasks: list[MaskTask] = []
     places: list[int] = []
-    all_errors, first = {}, 0
     for b, count in zip(entries, counts.tolist(), strict=True):
         guide, slot = planned.sequences[b].guide, int(planned.slots[b])
         assert guide is not None
-        drafts = draft[slot, :count].tolist() if count else []
-        errors = guide.fill(drafts, masks[first : first + count + 1])
-        if errors:
-            all_errors[b] = errors
+        tasks.append(MaskTask(guide, draft[slot, :count].tolist() if count else []))
         places += range(slot * depths, slot * depths + count + 1)
-        first += count + 1
+    masks, errors = thread.fill(tasks, -(-slots.vocab // 32))
     device.set_masks(torch.tensor(places), masks)
-    return all_errors
+    return {b: own for b, own in zip(entries, errors, strict=True) if own}
 
 
 def commit_tokens(planned: StepPlan, table: Ints, is_current: Bools) -> None:

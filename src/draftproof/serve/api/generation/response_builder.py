@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from draftproof.errors import NO_TOKEN_LEFT
+from draftproof.errors import GRAMMAR_TOO_SLOW, NO_TOKEN_LEFT
 from draftproof.metrics import SpecStats
 from draftproof.outputs import CompletionOutput, LogprobRow, RequestOutput, TokenEvent
 from draftproof.sampling_params import MAX_SEED
@@ -291,4 +291,5 @@ def generation_error(reason: str | None, error: str | None, worker_lost: bool) -
     text = error or "the output could not be finished"
     if worker_lost:
         return ApiError(503, f"{text}; try again", code="engine_down")
-    return ApiError(400 if NO_TOKEN_LEFT in text else 500, text, code="generation_failed")
+    is_clients = NO_TOKEN_LEFT in text or GRAMMAR_TOO_SLOW in text
+    return ApiError(400 if is_clients else 500, text, code="generation_failed")
