@@ -84,6 +84,11 @@ class EngineConfig:
         "CPU seconds that matching one request's grammar may take beyond 5 ms a token, and those of one step "
         "together; then the request fails",
     )
+    reasoning_parser: str | None = option(
+        None,
+        "markers of the model's reasoning, such as `qwen3`; `none`: outputs are not split",
+        default_text="from the chat template",
+    )
     seed: int | None = option(None, "source of the seeds of requests without one, and of dummy weights")
     speculative: SpeculativeConfig | None = None
     generation_config: str = option(
@@ -142,9 +147,9 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("skip_tokenizer_init and tokenizer are given: leave one out")
-        for name in ("device", "backend", "tokenizer", "revision", "generation_config"):
+        for name in ("device", "backend", "tokenizer", "revision", "generation_config", "reasoning_parser"):
             value = getattr(self, name)
-            optional = name in ("tokenizer", "revision")
+            optional = name in ("tokenizer", "revision", "reasoning_parser")
             if not isinstance(value, (str, PathLike)) and not (optional and value is None):
                 raise ConfigError(f"{name} must be a string, got {value!r}")
         for declared in fields(self):

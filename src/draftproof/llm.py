@@ -23,6 +23,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.text.generation_config import default_params
 from draftproof.text.grammar.compiler import GrammarCompiler
 from draftproof.text.prompts import Prompt, prompt_list
+from draftproof.text.reasoning.section import find_reasoning
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import Grammar
 
@@ -55,7 +56,9 @@ class LLM(InputProcessor):
         self.default_params = default_params(self.config.generation_config, checkpoint.source)
         with progress_bar() as show:
             self.engine = Engine(self.config, checkpoint, show)
-        self._grammars = GrammarCompiler(self.tokenizer, self.engine.limits.vocab_size, self._eos_token_ids())
+        vocab = self.engine.limits.vocab_size
+        reasoning = find_reasoning(self.config.reasoning_parser, self.tokenizer, vocab)
+        self._grammars = GrammarCompiler(self.tokenizer, vocab, self._eos_token_ids(), reasoning)
         self.tracker = RequestTracker(self.engine)
         self._ids = count()
         self._is_closed = False
@@ -144,9 +147,9 @@ class LLM(InputProcessor):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of `params.structured_outputs`, None without it."""
-        return self._grammars.compile(params)
+    def compile_grammar(self, params: SamplingParams, prompt: Sequence[int]) -> Grammar | None:
+        """Return the grammar of the output after a prompt, None without one."""
+        return self._grammars.compile(params, prompt)
 
     def _open_job(self, prompt: Prompt, params: SamplingParams, on_events: OnEvents | None = None) -> Job:
         """Create a job and check it before it enters the engine."""

@@ -100,6 +100,7 @@ class SamplingParams:
     speculative: SpeculativeParams | dict[str, Any] | bool | None = None
     prediction: str | Sequence[int] | None = None  # expected output, drafted where it continues the output
     structured_outputs: StructuredOutputs | dict[str, Any] | None = None  # format of the output
+    thinking_token_budget: int | None = None  # reasoning tokens, then its end is forced
     priority: int = 0  # smaller ones are scheduled first
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     # options of vLLM that are checked and not stored
@@ -211,6 +212,11 @@ class SamplingParams:
         return StructuredOutputs.parse(self.structured_outputs)
 
     @property
+    def needs_grammar(self) -> bool:
+        """Whether a grammar constrains the output: `structured_outputs` or a thinking budget."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE
 
@@ -248,7 +254,10 @@ _SWITCHES = (
 )
 _LISTS = ("stop", "bad_words", "stop_token_ids", "logits_processors")
 _ID_LISTS = ("allowed_token_ids", "logprob_token_ids")  # None: the option is off
-_OPTIONAL_INTEGERS = ("max_tokens", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens")
+_OPTIONAL_INTEGERS = (
+    *("max_tokens", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens"),
+    "thinking_token_budget",
+)
 _INTEGERS: dict[str, int | None] = {"n": 1, "top_k": -1, "min_tokens": 0, "max_tokens": 0}  # smallest values
 _INTEGERS |= {
     "logprobs": -1,
@@ -256,6 +265,7 @@ _INTEGERS |= {
     "seed": None,
     "priority": None,
     "truncate_prompt_tokens": -1,
+    "thinking_token_budget": 0,
 }
 
 

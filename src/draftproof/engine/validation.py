@@ -49,11 +49,10 @@ def check_request(request: Request, limits: Limits) -> int:
         if not word:
             raise RequestError("bad_words holds a word without tokens", "bad_words")
         _check_ids("bad_words", word, limits.vocab_size)
-    if params.structure is not None and request.grammar is None:
-        raise RequestError(
-            "structured_outputs must be compiled, as LLM does it, and given as the request's grammar",
-            "structured_outputs",
-        )
+    if params.needs_grammar and request.grammar is None:
+        name = "thinking_token_budget" if params.structure is None else "structured_outputs"
+        text = f"{name} must be compiled, as LLM does it, and given as the request's grammar"
+        raise RequestError(text, name)
     if params.max_tokens == 0:
         raise RequestError("max_tokens=0 is an option of LLM and AsyncLLM: give at least 1", "max_tokens")
     _check_logprobs(params, limits)

@@ -93,7 +93,7 @@ class InputProcessor:
         if params.stop:
             self._need_tokenizer("stop")
         bad_words, prediction = self._bad_words(params), self._prediction(params)
-        eos, grammar = self._eos_token_ids(), self.compile_grammar(params)
+        eos, grammar = self._eos_token_ids(), self.compile_grammar(params, ids)
         seed = self._seeds.randrange(MAX_SEED - params.n) if params.seed is None else params.seed
         requests = [
             Request(
@@ -165,8 +165,8 @@ class InputProcessor:
             raise RequestError(f"'prompt' beside 'prompt_token_ids' is their text, not {text!r}", "prompt")
         return text, token_ids(prompt["prompt_token_ids"])
 
-    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of `params.structured_outputs`, None without it."""
+    def compile_grammar(self, params: SamplingParams, prompt: Sequence[int]) -> Grammar | None:
+        """Return the grammar of the output after a prompt, None without one."""
         raise NotImplementedError
 
     def _need_tokenizer(self, what: str) -> Tokenizer:

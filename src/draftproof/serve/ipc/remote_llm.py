@@ -10,7 +10,7 @@ started.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -40,11 +40,11 @@ class RemoteFrontend(InputProcessor):
         self.tracker = RequestTracker(engine)
         self._init_seeds()
 
-    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+    def compile_grammar(self, params: SamplingParams, prompt: Sequence[int]) -> Grammar | None:
         """Return a placeholder if the request has a grammar."""
-        if params.structure is None:
+        if not params.needs_grammar:
             return None
-        self._need_tokenizer("structured_outputs")
+        self._need_tokenizer("a grammar")
         return REMOTE_GRAMMAR
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class RequestTable:
         except (msgspec.MsgspecError, IndexError, UnicodeDecodeError, RequestError) as error:
             self._fail(connection, add, error)
             return
-        if params.structure is None:
+        if not params.needs_grammar:
             self._admit(connection, add, body, params, None)
         else:
             connection.compiling.add(add.handle)
@@ -62,7 +62,7 @@ class RequestTable:
     ) -> None:
         """Compile the grammar in a thread, then queue the admission for the worker's loop."""
         try:
-            grammar = self._llm.compile_grammar(params)
+            grammar = self._llm.compile_grammar(params, body.prompt)
             self._compiled.put(partial(self._admit, connection, add, body, params, grammar))
         except Exception as error:
             self._compiled.put(partial(self._fail, connection, add, error))

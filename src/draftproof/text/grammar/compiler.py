@@ -12,7 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,20 +27,32 @@ from draftproof.text.grammar.json_schema_check import not_enforced
 from draftproof.text.grammar.process import GrammarProcess
 from draftproof.text.grammar.reasoning import ReasoningEnd
 from draftproof.text.grammar.regex_dialect import to_compiler_dialect
+from draftproof.text.reasoning.budget import ThinkingBudget
+from draftproof.text.reasoning.section import Reasoning, ReasoningSection, end_marker_ids
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import Grammar, GrammarState
 
 COMPILE_SECONDS = 10.0  # time limit of one grammar
 MAX_COMPILED_CHARS = 32 << 20  # of a compiled grammar, serialized
 MAX_CACHED_GRAMMARS = 256
+NO_MARKERS = (
+    "thinking_token_budget: the reasoning markers of this model are not known; choose them with the option "
+    "reasoning_parser"
+)
 MAX_CACHED_BYTES = 256 << 20  # of all cached grammars together
 
 
 class GrammarCompiler:
     """Compiler with a cache: equal structured outputs are compiled once while they are cached."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stops: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        stops: Sequence[int],
+        reasoning: Reasoning | None = None,
+    ) -> None:
+        self._tokenizer, self._reasoning = tokenizer, reasoning
         self._vocab_size = vocab_size
         self._stops = list(stops)
         self._lock = threading.Lock()
@@ -50,11 +62,41 @@ class GrammarCompiler:
         self._ends: dict[str | int, ReasoningEnd] = {}
         self.seconds = COMPILE_SECONDS
 
-    def compile(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of a request, None without one; RequestError if it cannot be compiled."""
-        outputs = params.structure
-        if outputs is None:
+    def compile(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Grammar | None:
+        """Return the grammar of a request, None without one; RequestError if it cannot be compiled.
+
+        After a prompt that ends inside the reasoning, structured outputs begin behind it.
+        """
+        if not params.needs_grammar:
             return None
+        outputs, reasoning = params.structure, self._reasoning
+        is_open = reasoning is not None and reasoning.is_open(prompt)
+        if outputs is None:
+            return self._budget(params, is_open, None, None)
+        if outputs.reasoning_end is None and reasoning is not None and is_open:
+            outputs = replace(outputs, reasoning_end=reasoning.form.ends[0])
+        answer = self._answer(outputs)
+        if params.thinking_token_budget is None or outputs.reasoning_end is None:
+            return answer  # without a free section there is no reasoning
+        return self._budget(params, True, outputs.reasoning_end, answer)
+
+    def _budget(
+        self, params: SamplingParams, is_open: bool, end: str | int | None, answer: Grammar | None
+    ) -> ThinkingBudget:
+        """Return the grammar of a thinking budget. `end`: of the free section of `answer`."""
+        assert params.thinking_token_budget is not None
+        if end is not None:
+            tokenizer = self._need_tokenizer()
+            section = ReasoningSection(tokenizer, (), (end,))
+            end_ids = end_marker_ids(end, tokenizer, self._vocab_size)
+        elif self._reasoning is not None:
+            section, end_ids = self._reasoning.section, self._reasoning.end_ids()
+        else:
+            raise RequestError(NO_MARKERS, "thinking_token_budget")
+        return ThinkingBudget(section, is_open, params.thinking_token_budget, end_ids, answer)
+
+    def _answer(self, outputs: StructuredOutputs) -> Grammar:
+        """Return the compiled grammar of structured outputs, from the cache if it is there."""
         cached = self._compiled(outputs)
         with self._lock:
             if outputs.reasoning_end not in cached.by_reasoning_end:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # pauses where the text so far ends
 SPACE = " \t\r\n"
+NO_MATCH = "(?!)"  # pattern that matches nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,16 @@ class TextReader:
         self._at += 1
         return self._text[self._at - 1]
 
+    def back(self, count: int) -> None:
+        """Return the last `count` characters to the text."""
+        self._at -= count
+
     def stream_until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Steps[str]:
         """Emit text as it arrives up to the first marker; consume and return the marker, "" at the end.
 
         No marker may be a prefix of another. A suffix that can begin a marker is held back.
         """
-        pattern = re.compile("|".join(map(re.escape, markers)))
+        pattern = re.compile("|".join(map(re.escape, markers)) or NO_MATCH)
         while True:
             found = pattern.search(self._text, self._at)
             if found:
@@ -107,7 +112,7 @@ class TextReader:
                 return found.group()
             end = len(self._text)
             if not self.closed:
-                end -= max(_overlap(self._text, self._at, marker) for marker in markers)
+                end -= max((_overlap(self._text, self._at, marker) for marker in markers), default=0)
             if end > self._at:
                 emit(self._text[self._at : end])
                 self._at = end

@@ -1,0 +1,1 @@
+"""Reasoning in generated text: markers of the models, splitting into reasoning and content, token budget."""
