@@ -12,6 +12,7 @@ from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 from draftproof.verify import STRATEGIES
 from exact import NEIGHBOURS, OPTIONS, Batch, Case, Setup
+from grammars import BUDGETS
 
 TEST_METHODS = [f"proposers:{name}" for name in ("Junk", "Perfect", "Flaky", "SelfModel")]
 # Proposers with code of their own: of those that share code, the first.
@@ -54,7 +55,7 @@ GRAMMAR_MATRIX = pairwise(
     {
         **FACTORS,
         "option": GRAMMAR_OPTIONS,
-        "grammar": ["json", "regex", "choice", "reasoning_token", "reasoning_text", "none"],
+        "grammar": ["json", "regex", "choice", "reasoning_token", "reasoning_text", "none", *BUDGETS],
         "method": [*DISTINCT_METHODS, *DEVICE_TEST_METHODS],
     }
 )

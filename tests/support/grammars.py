@@ -60,10 +60,20 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "reasoning_text": {"json": SCHEMA, "max_whitespace": 1, "reasoning_end": "=>"},
 }
 OTHERWISE = ("red", "green", "greenish", "abcab-12", "abcab", '{"a": 12}', '{"a": 1, "b": true}', "[true]")
+ARROW = [32, 33]  # "=", ">"
+# Thinking budgets: tokens, whether the prompt is open, and a key of STRUCTURES for the answer.
+BUDGETS: dict[str, tuple[int, bool, str]] = {
+    "budget_0": (0, True, ""),
+    "budget_1": (1, True, ""),
+    "budget_6": (6, True, ""),
+    "budget_started": (2, False, ""),
+    "budget_answer": (3, True, "reasoning_text"),
+}
 # Makes the end of the free section likely.
 BIAS: dict[str, dict[int, float]] = {
     "reasoning_token": {33: 6.0},
     "reasoning_text": {32: 5.0, 33: 5.0, 8: 4.0, 9: 4.0},
+    "budget_6": {32: 3.0, 33: 3.0},
 }
 
 
@@ -76,10 +86,21 @@ def grammars(vocab_size: int = tiny.VOCAB) -> GrammarCompiler:
 
 @cache
 def grammar(name: str) -> Grammar | None:
+    if name in BUDGETS:
+        return budget(*BUDGETS[name])
     wanted = STRUCTURES.get(name)
     if wanted is not None and find_spec("xgrammar") is None:  # a GPU machine without it
         return words(*OTHERWISE, end=">" if "reasoning_end" in wanted else "")
     return grammars().compile(SamplingParams(structured_outputs=wanted)) if wanted else None
+
+
+def budget(num_tokens: int, is_open: bool, answer: str = "") -> Grammar:
+    """Return a thinking budget. The reasoning ends with "=>" and begins with any of most letters."""
+    from draftproof.text.reasoning.budget import ThinkingBudget
+    from draftproof.text.reasoning.section import ReasoningSection
+
+    section = ReasoningSection(TINY, tuple(map(chr, range(34, 110))), ("=>",))
+    return ThinkingBudget(section, is_open, num_tokens, ARROW, grammar(answer) if answer else None)
 
 
 def words(*several: str, end: str = "") -> Words:
