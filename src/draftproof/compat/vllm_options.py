@@ -99,7 +99,9 @@ RULES: dict[str, Rule] = {
     "logits_processors": Rule(_is_unset, "pass functions as SamplingParams(logits_processors=[...])"),
     "guided_decoding_backend": Rule(_one_of("auto", "xgrammar"), _XGRAMMAR),
     "structured_outputs_config": Rule(_is_unset, _XGRAMMAR),
-    "reasoning_parser": Rule(_one_of(""), "give reasoning_end in the structured_outputs of a request"),
+    "reasoning_config": Rule(
+        _is_unset, "the markers are those of reasoning_parser, or reasoning_end of structured_outputs"
+    ),
     "runner": Rule(_one_of("auto", "generate"), "only generation is available"),
     "task": Rule(_one_of("auto", "generate"), "only generation is available"),
     "convert": Rule(_one_of("auto", "none"), "only generation is available"),
@@ -153,6 +155,8 @@ def translate_values(values: dict[str, Any], default_page_size: int) -> None:
             raise ConfigError("num_gpu_blocks_override and kv_cache_tokens are given: leave one out")
         page_size = values.get("page_size", default_page_size)
         values["kv_cache_tokens"] = blocks * page_size if isinstance(page_size, int) else blocks
+    if values.get("reasoning_parser") == "":
+        del values["reasoning_parser"]
     if "dtype" in values:
         values["dtype"] = _dtype_name(values["dtype"])
 

@@ -206,7 +206,7 @@ _SAME_NAMES = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids"),
-    *("logprob_token_ids", "priority", "logprobs_mode", "include_draft_logprobs"),
+    *("logprob_token_ids", "priority", "logprobs_mode", "include_draft_logprobs", "thinking_token_budget"),
 )
 
 

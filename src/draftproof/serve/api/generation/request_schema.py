@@ -119,6 +119,7 @@ class SamplingRequest(Strict, kw_only=True):
     bad_words: Annotated[list[Words], Meta(max_length=256)] | None = None
     allowed_token_ids: TokenIds | None = None
     structured_outputs: Structure | None = None
+    thinking_token_budget: Count | None = None
     stream: bool | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
