@@ -86,8 +86,8 @@ def test_control_forced_rows_without_the_drafts_before_them_are_detected(
     assert differences(plain, served(grammar, "proposers:Perfect", answers)) == []
     fill = GrammarGuide.fill
 
-    def broken(self: GrammarGuide, drafts: Any, rows: torch.Tensor) -> dict[int, str]:
-        errors = fill(self, [], rows[:1])
+    def broken(self: GrammarGuide, drafts: Any, rows: torch.Tensor, seconds: float) -> dict[int, str]:
+        errors = fill(self, [], rows[:1], seconds)
         rows[1:] = rows[0]
         return errors
 
