@@ -22,6 +22,8 @@ HARMLESS: dict[str, Any] = {
     "user": "ada",
     "safety_identifier": "hash-1",
     "prompt_cache_key": "conversation-1",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
     "service_tier": "flex",
 }
 
@@ -121,3 +123,19 @@ def test_message_name_is_passed_to_the_template(served: Served, monkeypatch: pyt
         assert got.status_code == 200, got.text
         texts.append(got.json()["choices"])
     assert seen[1][0]["name"] == "ada" and "name" not in seen[0][0] and texts[0] == texts[1]
+
+
+def test_marks_of_caches_and_providers_in_messages_change_nothing(served: Served) -> None:
+    """Send what coding clients and litellm add to messages."""
+    mark = {"type": "ephemeral"}
+    parts = [
+        {"type": "text", "text": "hi", "cache_control": mark, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    ]
+    answer = {"role": "assistant", "content": "yes", "provider_specific_fields": {"refusal": None}}
+    choices = []
+    for user, assistant in (("hi", {"role": "assistant", "content": "yes"}), (parts, answer)):
+        messages = [{"role": "user", "content": user}, assistant, {"role": "user", "content": "go"}]
+        got = served.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, "seed": 2})
+        assert got.status_code == 200, got.text
+        choices.append(got.json()["choices"])
+    assert choices[0] == choices[1]

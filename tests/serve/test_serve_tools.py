@@ -108,26 +108,46 @@ def test_auto_output_without_a_call_is_content(served: Served) -> None:
     assert none.message.content == served.chat("one two", **options).choices[0].message.content
 
 
-def test_conversation_with_calls_and_results_is_accepted(served: Served) -> None:
-    call = {
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
-    }
-    messages: Any = [
+def conversation(arguments: str) -> list[dict[str, Any]]:
+    """Return a question, a call with these arguments, and its result."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
     ]
+
+
+# agents send arguments that are no JSON back, beside the error that they caused
+@pytest.mark.parametrize("arguments", ['{"city": "Oslo"}', '{"city": '])
+def test_conversation_with_calls_and_results_is_accepted(served: Served, arguments: str) -> None:
+    messages: Any = conversation(arguments)
     create = served.client.chat.completions.create
     answer = create(model=served.model, messages=messages, tools=TOOLS, max_tokens=4)
     assert answer.choices[0].message.content is not None
-    bad = [
-        messages[0],
-        {**messages[1], "tool_calls": [{**call, "function": {"name": "f", "arguments": "{"}}]},
-    ]
-    reply = served.post("/v1/chat/completions", {"messages": bad})
-    assert reply.status_code == 400 and "arguments" in reply.json()["error"]["param"]
+
+
+def test_template_without_tools_shows_calls_and_results_as_text(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    render = served.llm.chat_token_ids
+
+    def record(messages: Any, **template: Any) -> list[int]:
+        seen.append(messages)
+        return render(messages, **template)
+
+    monkeypatch.setattr(served.llm, "chat_token_ids", record)
+    for options in ({}, {"tools": TOOLS}):
+        body = {"messages": conversation('{"city": "Oslo"}'), "max_tokens": 1, **options}
+        assert served.post("/v1/chat/completions", body).status_code == 200
+    if seen[1][0]["role"] != "system":  # the template renders tools itself
+        assert seen[0] == seen[1] and seen[0][1]["tool_calls"] and seen[0][2]["role"] == "tool"
+        return
+    shown = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    assert seen[0] == seen[1][1:] and "<tools>" in seen[1][0]["content"]
+    assert seen[0][1] == {"role": "assistant", "content": shown}
+    assert seen[0][2] == {"role": "user", "content": "<tool_response>\nsun\n</tool_response>"}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -153,6 +173,7 @@ def test_inconsistent_tools_are_refused_by_name(served: Served, options: dict[st
 
 def test_model_without_a_format_refuses_tools_with_advice(folder: Path) -> None:
     with serving(tiny(folder)) as running:
-        body = {"messages": [{"role": "user", "content": "one"}], "tools": TOOLS}
-        reply = running.post("/v1/chat/completions", body)
-        assert reply.status_code == 400 and "--tool-call-parser" in reply.json()["error"]["message"]
+        for options in ({"tools": TOOLS}, {"messages": conversation("{}")}):
+            body = {"messages": [{"role": "user", "content": "one"}], **options}
+            reply = running.post("/v1/chat/completions", body)
+            assert reply.status_code == 400 and "--tool-call-parser" in reply.json()["error"]["message"]

@@ -76,8 +76,8 @@ class Served:
     def __init__(self, url: str, app: Any, llm: AsyncLLM) -> None:
         self.url, self.app, self.llm = url, app, llm
         self.model = app.state.metrics.model
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
+        self.http = httpx.Client(base_url=url, timeout=300)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         return self.http.post(path, json=body, **more)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from draftproof.serve.api.generation import request_schema as schema
-from draftproof.serve.api.generation.tool_options import message_fields, template_tools, with_tool_prompt
+from draftproof.serve.api.generation.tool_options import message_fields, template_tools, tool_messages_as_text
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.io import in_thread_if
 from draftproof.serve.settings import Settings
@@ -87,15 +87,16 @@ class PromptParser:
             {**_message(message), **message_fields(message, at, as_text)}
             for at, message in enumerate(body.messages)
         ]
-        if not body.tools or (isinstance(body, schema.ChatCompletionRequest) and body.tool_choice == "none"):
-            return messages, names
-        tools = template_tools(body.tools)
+        no_tools = isinstance(body, schema.ChatCompletionRequest) and body.tool_choice == "none"
+        tools = [] if no_tools else template_tools(body.tools or [])
         if self._renders_tools:
-            return messages, {**names, "tools": tools}
-        if form is None or not form.has_system_prompt:
+            return messages, {**names, "tools": tools} if tools else names
+        if form is not None and form.has_system_prompt:
+            return tool_messages_as_text(messages, tools), names
+        if tools or any("tool_calls" in message for message in messages):
             text = "tools: the chat template of this model has none"
             raise ApiError(400, f"{text}; start the server with --tool-call-parser hermes", "tools")
-        return with_tool_prompt(messages, tools), names
+        return messages, names
 
     async def encode(self, text: str, add_special_tokens: bool, pool: Executor | None = None) -> list[int]:
         """Return the tokens of a text that is short enough for a prompt, in a thread of `pool`."""

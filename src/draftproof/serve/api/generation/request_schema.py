@@ -49,6 +49,14 @@ class StreamOptions(Strict, kw_only=True):
     include_obfuscation: bool | None = None  # accepted; events have no padding in either case
 
 
+class CacheMark(Strict, kw_only=True):
+    """Mark of a prefix to be cached; accepted, since every prefix is cached."""
+
+    type: Literal["ephemeral"] | None = None
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Annotated[str, Meta(max_length=16)] | None = None
+
+
 class Speculative(Strict, kw_only=True):
     """Speculation of this request: off, with fewer drafts, or with another strategy."""
 
@@ -144,7 +152,9 @@ class GenerationRequest(SamplingRequest, kw_only=True):
     safety_identifier: Annotated[str, Meta(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=256)] | None = None  # part of the cache salt
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: CacheMark | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     return_tokens_as_token_ids: bool | None = None
     # extensions of this server
     include_draft_logprobs: bool | None = None
@@ -174,6 +184,8 @@ class TextPart(Strict, kw_only=True, tag_field="type", tag="text"):
     """Text part of a message."""
 
     text: str
+    cache_control: CacheMark | None = None
+    prompt_cache_breakpoint: CacheMark | None = None
 
 
 class CalledFunction(Strict, kw_only=True):
@@ -236,6 +248,7 @@ class Message(Strict, kw_only=True):
     tool_calls: Annotated[list[MessageToolCall], Meta(max_length=128)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     annotations: Annotated[list[None], Meta(max_length=0)] | None = None
+    provider_specific_fields: Annotated[dict[str, Any], Meta(max_length=64)] | None = None  # of litellm
 
     @property
     def num_parts(self) -> int:

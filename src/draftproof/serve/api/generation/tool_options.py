@@ -201,13 +201,32 @@ def template_tools(tools: Sequence[schema.Tool]) -> list[dict[str, Any]]:
     return found
 
 
-def with_tool_prompt(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with the tools in the system message, for templates without tools."""
+def tool_messages_as_text(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the messages with tools, earlier calls and results as text, for templates without tools."""
+    messages = [_message_as_text(message) for message in messages]
+    if not tools:
+        return messages
     text = SYSTEM_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages[0]["role"] == "system" and isinstance(messages[0]["content"], str):
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
         return [first, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls, or result of a call, are between the tags of Hermes."""
+    calls = message.get("tool_calls")
+    if calls is None and message["role"] != "tool":
+        return message
+    content = message["content"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if calls is None:
+        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+    shown = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+    parts = [text, *(f"<tool_call>\n{call}\n</tool_call>" for call in shown)]
+    return {"role": "assistant", "content": "\n".join(part for part in parts if part)}
 
 
 def message_fields(message: schema.Message, at: int, as_text: bool) -> dict[str, Any]:
@@ -225,23 +244,21 @@ def message_fields(message: schema.Message, at: int, as_text: bool) -> dict[str,
         raise ApiError(400, text, f"{where}.tool_call_id")
     fields: dict[str, Any] = {}
     if calls:
-        fields["tool_calls"] = [
-            _template_call(call, f"{where}.tool_calls[{i}]", as_text) for i, call in enumerate(calls)
-        ]
+        fields["tool_calls"] = [_template_call(call, as_text) for call in calls]
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     return fields
 
 
-def _template_call(call: schema.MessageToolCall, where: str, as_text: bool) -> dict[str, Any]:
-    """Return a call for the template: its arguments as an object, or as text where templates need that."""
+def _template_call(call: schema.MessageToolCall, as_text: bool) -> dict[str, Any]:
+    """Return a call for the template: its arguments as an object, or as text where templates need that.
+
+    Arguments that the model wrote as invalid JSON stay text: agents send them back beside the error.
+    """
+    text = call.function.arguments or "{}"
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = text if as_text else json.loads(text)
     except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        place = f"{where}.function.arguments"
-        raise ApiError(400, f"{place} is not the text of a JSON object", place)
-    value = call.function.arguments or "{}" if as_text else arguments
-    function = {"name": call.function.name, "arguments": value}
+        arguments = text
+    function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "function": function, **({} if call.id is None else {"id": call.id})}
