@@ -82,7 +82,9 @@ def get_weather(city: str, unit: str) -> str:
 
 def tool_runner() -> str:
     """Run the client's loop of calls; a small model seldom calls the tool by itself."""
-    runner = client.beta.messages.tool_runner(messages=MESSAGES, tools=[get_weather], max_iterations=2, **SHORT)
+    runner = client.beta.messages.tool_runner(
+        messages=MESSAGES, tools=[get_weather], max_iterations=2, **SHORT
+    )
     return repr([message.stop_reason for message in runner])
 
 

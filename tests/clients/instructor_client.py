@@ -9,7 +9,8 @@ from checks import API_KEY, BASE_URL, MODEL, QUESTION, run_checks
 from openai import OpenAI
 from pydantic import BaseModel
 
-MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+EXAMPLE = 'Reply in JSON such as {"city": "Paris", "unit": "celsius"}.'
+MESSAGES: Any = [{"role": "user", "content": f"{QUESTION} {EXAMPLE}"}]
 
 
 class Weather(BaseModel):

@@ -73,7 +73,9 @@ def json_schema() -> str:
 def text_completion() -> str:
     """Complete a prompt."""
     own = {**OPENAI, "model": f"text-completion-openai/{MODEL}"}
-    return str(litellm.text_completion(prompt="The capital of France is", max_tokens=8, **own).choices[0].text)
+    return str(
+        litellm.text_completion(prompt="The capital of France is", max_tokens=8, **own).choices[0].text
+    )
 
 
 def responses() -> str:

@@ -1,6 +1,7 @@
-"""Checks of llama-index: chat, streams, function calling, structured prediction."""
+"""Checks of llama-index: chat, streams, function calling, structured prediction.
 
-from __future__ import annotations
+The client reads annotations as objects, so that this file does not postpone them.
+"""
 
 from typing import Any, Literal
 
@@ -80,7 +81,9 @@ def predict_and_call() -> str:
 
 def structured_predict() -> str:
     """Fill a pydantic class through a call."""
-    own = model().structured_predict(Weather, PromptTemplate("{text}"), {"tool_choice": "required"}, text=QUESTION)
+    own = model().structured_predict(
+        Weather, PromptTemplate("{text}"), {"tool_choice": "required"}, text=QUESTION
+    )
     assert isinstance(own, Weather)
     return repr(own)
 

@@ -34,7 +34,9 @@ def chat() -> str:
 def chat_stream() -> str:
     """Compare a stream with the whole response."""
     options = {"include_usage": True, "include_obfuscation": False}
-    chunks = list(client.chat.completions.create(messages=MESSAGES, stream=True, stream_options=options, **SHORT))
+    chunks = list(
+        client.chat.completions.create(messages=MESSAGES, stream=True, stream_options=options, **SHORT)
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == chat() and chunks[-1].usage.completion_tokens <= 24
     return text
