@@ -43,6 +43,11 @@ class EngineConfig:
         "dtype of the weights; `auto`: fp32 for weights stored in fp32, bf16 for all others",
         choices=("auto", "bfloat16", "float32"),
     )
+    quantization: str = option(
+        "none",
+        "quantise linear layers on load; `int8`: weights per output channel, activations per token",
+        choices=("none", "int8"),
+    )
     device: str = option("auto", "`cpu`, `cuda` or `cuda:1`; `auto`: a usable GPU, else the CPU")
     backend: str = option(
         "auto", "`cpu`, `triton`, `torch` (any device) or `reference` (the definition, slow)"

@@ -242,7 +242,12 @@ def test_drafts_of_the_target_weights_are_all_accepted(temperature):
 
 def test_drafts_of_other_weights_are_partly_accepted_and_exact():
     cases = [Case(0, "draft_logprobs", 0.7, length=40), Case(1, "none", 1.3, length=9)]
-    spec = {"method": "proposers:SelfModel", "weights": "mistral/float32", "same": False, "adaptive": False}
+    spec = {
+        "method": "proposers:SelfModel",
+        "weights": "mistral/float32/none",
+        "same": False,
+        "adaptive": False,
+    }
     batch = Batch(cases, Setup("llama", "float32"), spec)
     assert batch.differences() == []
     record = batch.serve({str(a.index): [] for a in cases})["0"]

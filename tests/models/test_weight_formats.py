@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tiny
 from draftproof.errors import LoadError
-from draftproof.models.weight_formats import FloatWeight, Int8RowWeight, dequantize_all, read_weights
+from draftproof.models.weight_formats import (
+    FloatWeight,
+    Int8RowWeight,
+    W8A8Weight,
+    WeightTensor,
+    dequantize_all,
+    quantize_linears,
+    read_weights,
+)
 
 
 def test_int8_weight_reads_back_as_bf16_of_data_times_scale() -> None:
@@ -39,3 +48,25 @@ def test_int8_weight_without_a_scale_per_row_is_refused() -> None:
         broken = {"fc.weight": stored["fc.weight"]} | ({} if scale is None else {"fc.weight.scale": scale})
         with pytest.raises(LoadError, match=r"fc\.weight\.scale does not hold one scale per row"):
             read_weights(broken)
+
+
+def test_linears_are_quantized_in_place_and_other_weights_stay_floats() -> None:
+    made = tiny.checkpoint("llama", "float32")
+    before = dict(made.weights)
+    quantize_linears(made.weights, "none")
+    assert made.weights == before
+    quantize_linears(made.weights, "int8")
+    kinds = {name: type(weight) for name, weight in made.weights.items()}
+    assert kinds["model.embed_tokens.weight"] is FloatWeight and kinds["model.norm.weight"] is FloatWeight
+    linears = [name for name, kind in kinds.items() if kind is W8A8Weight]
+    assert len(linears) == 7 * made.config.num_layers
+    for name in linears:
+        exact, rough = before[name].dequantize(), made.weights[name].dequantize(torch.float32)
+        assert (exact - rough).abs().max() <= exact.abs().max() / 100
+        assert made.weights[name].nbytes < before[name].nbytes / 3
+
+
+def test_weight_that_is_not_finite_is_refused_with_its_name() -> None:
+    weights: dict[str, WeightTensor] = {"a.q_proj.weight": FloatWeight(torch.tensor([[1.0, torch.inf]]))}
+    with pytest.raises(LoadError, match=r"a\.q_proj\.weight .*not finite"):
+        quantize_linears(weights, "int8")

@@ -184,3 +184,17 @@ def test_int8_draft_weights_are_close_and_rows_are_independent(columns: int, dep
 def test_wrong_shapes_and_dtypes_are_rejected(call: Any) -> None:
     with pytest.raises(ValueError):
         call(make("fp32")[0])
+
+
+def test_w8a8_without_the_dot_product_instruction_has_the_same_bits() -> None:
+    from draftproof.ops.cpu.gemm import w8a8
+
+    ops, dtype = make("bf16")
+    data = torch.randint(-127, 128, (97, 44), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    packed = ops.forward.pack_quantized("w8a8", data, rand(97).abs(), None)
+    x = rand(5, 44, dtype=dtype, seed=2)
+    found = ops.forward.linear(x, packed)
+    other = [w8a8.make_linear(out_bf16, dot_product=False) for out_bf16 in (False, True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(w8a8, "LINEAR", other)
+        assert same(ops.forward.linear(x, packed), found)

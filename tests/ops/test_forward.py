@@ -74,6 +74,58 @@ def test_linear_equals_reference(
         assert_close(logits, REFERENCE.forward.linear(x, want, torch.float32), torch.float32)
 
 
+FORMATS = sorted({name for ops in OPS.values() for name in ops.forward.weight_formats})
+
+
+def quantized(
+    name: str, shape: tuple[int, int], with_bias: bool
+) -> tuple[str, Tensor, Tensor, Tensor | None]:
+    """Return the arguments of `pack_quantized` for a random weight."""
+    random = torch.Generator().manual_seed(shape[0])
+    data = torch.randint(-127, 128, shape, generator=random, dtype=torch.int8)
+    return name, data, torch.rand(shape[0], generator=random), randn(shape[0]) if with_bias else None
+
+
+@others
+@dtypes
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", (*SHAPES, (33, 7)))
+@pytest.mark.parametrize("with_bias", (False, True))
+def test_quantized_linear_has_the_bits_of_the_reference(
+    ops: Ops, dtype: torch.dtype, name: str, shape: tuple[int, int], with_bias: bool
+) -> None:
+    arguments = quantized(name, shape, with_bias)
+    packed, want = ops.forward.pack_quantized(*arguments), REFERENCE.forward.pack_quantized(*arguments)
+    for rows in (0, 1, 2, 9, 17):
+        x = randn(rows, shape[1], seed=rows, dtype=dtype)
+        x[1:2] = 0
+        for out in DTYPES:
+            got, defined = (each.forward.linear(x, p, out) for each, p in ((ops, packed), (REFERENCE, want)))
+            assert torch.equal(got, defined) and got.dtype == out
+
+
+@every
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_quantized_linear_are_independent(ops: Ops, name: str) -> None:
+    packed = ops.forward.pack_quantized(*quantized(name, (70, 40), with_bias=True))
+    pool = randn(POOL, 40, seed=3) * torch.logspace(-3, 3, POOL)[:, None]
+    assert not rows_that_differ(lambda rows: ops.forward.linear(pool[rows], packed), **turns_for(ops, True))
+
+
+def test_activation_scale_of_a_batch_is_detected() -> None:
+    """Negative control: one scale for all rows of a call makes rows depend on each other."""
+    ops = TorchOps(CPU)
+    packed = ops.forward.pack_quantized(*quantized("w8a8", (20, 40), with_bias=False))
+    pool = randn(POOL, 40, seed=3) * torch.logspace(-3, 3, POOL)[:, None]
+
+    def batch_scale(rows: list[int]) -> Tensor:
+        x = pool[rows]
+        scale = x.abs().max() / 127
+        return ops.forward.linear((x / scale).round() * scale, packed)
+
+    assert rows_that_differ(batch_scale, counts=(2, 9), turns=0)
+
+
 @every
 @dtypes
 @pytest.mark.parametrize("shape", ((53, 72), (192, 576), (65, 1536)))

@@ -193,14 +193,16 @@ class Setup:
     backend: str = "auto"
     threads: int = 1
     device: str = "cpu"
+    quantization: str = "none"
 
     def engine(self, speculative: Mapping[str, Any] | None = None, **options: Any) -> Engine:
         spec = dict(speculative) if speculative else None
         if spec and spec["method"] == "proposers:SelfModel":
-            spec.setdefault("weights", f"{self.arch}/{self.dtype}")
+            spec.setdefault("weights", f"{self.arch}/{self.dtype}/{self.quantization}")
         for key, value in heads.options(spec["method"], self.arch, self.dtype).items() if spec else ():
             spec.setdefault(key, value)
         sizes = {"max_logprobs": -1, "max_num_batched_tokens": 512, "overlap": False, **options}
+        sizes["quantization"] = self.quantization
         with num_threads(self.threads):
             return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, device=self.device, **sizes)
 

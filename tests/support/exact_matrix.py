@@ -8,6 +8,7 @@ from typing import Any
 import heads
 import tiny
 from covering import pairwise
+from draftproof.models.weight_formats import QUANTIZATIONS
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 from draftproof.verify import STRATEGIES
@@ -36,6 +37,7 @@ FACTORS = {
     "traffic": list(TRAFFIC),
     "strategy": EXACT,
     "dtype": ["float32", "bfloat16"],
+    "quantization": ["none", *QUANTIZATIONS],
     "adaptive": [True, False],
     "overlap": [False, True],  # no effect with a proposer on the host
     "prefix": ["miss", "hit", "other salts", "off"],
@@ -92,7 +94,7 @@ def check(levels: dict[str, Any], backend: str = "auto", threads: int = 1, devic
         sizes["kv_cache_tokens"] = (longest + 15) // 8 * 8  # the longest just fits
     batch = Batch(
         cases,
-        Setup(levels["arch"], levels["dtype"], backend, threads, device),
+        Setup(levels["arch"], levels["dtype"], backend, threads, device, levels.get("quantization", "none")),
         {
             "method": levels["method"],
             "num_speculative_tokens": levels["k"],

@@ -12,6 +12,7 @@ import torch
 import tiny
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
+from draftproof.models.weight_formats import quantize_linears
 from draftproof.ops import STREAM_SAMPLE
 from draftproof.propose import DeviceProposer, Proposer, ProposerEnv
 from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
@@ -176,12 +177,14 @@ class SelfModel(Proposer):
     needs_hidden = True
     stores_kv = True
     reports_probs = True
-    defaults = {"weights": "llama/float32", "same": True}
+    defaults = {"weights": "llama/float32/none", "same": True}
     hidden_rows_checked: ClassVar[int] = 0
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
-        made = tiny.checkpoint(*self.options["weights"].split("/"))
+        arch, dtype, quantization = self.options["weights"].split("/")
+        made = tiny.checkpoint(arch, dtype)
+        quantize_linears(made.weights, quantization)
         model = create_model(made.config, made.weights, env.ops, env.max_len)
         self.runner = Runner(
             model,

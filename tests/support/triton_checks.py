@@ -124,6 +124,23 @@ def linear() -> None:
 
 
 @check
+def quantized_linear_has_the_bits_of_the_reference() -> None:
+    random = torch.Generator().manual_seed(1)
+    for name in sorted(ops.forward.weight_formats):
+        for dtype in DTYPES:
+            for columns, depth in ((53, 72), (97, 200), (1, 16)):
+                data = torch.randint(-127, 128, (columns, depth), generator=random, dtype=torch.int8)
+                scales = torch.rand(columns, generator=random)
+                for bias in (None, randn(columns, seed=2)):
+                    weight = name, data, scales, bias
+                    packed, want = ops.forward.pack_quantized(*weight), ref.forward.pack_quantized(*weight)
+                    for rows in (0, 1, 17):
+                        x = randn(rows, depth, seed=rows, dtype=dtype)
+                        x[1:2] = 0
+                        assert torch.equal(ops.forward.linear(x, packed), ref.forward.linear(x, want))
+
+
+@check
 def linear_is_batch_invariant() -> None:
     packed = ops.forward.pack_linear(randn(70, 136, seed=1), randn(70, seed=2))
     x = randn(70, 136, seed=3)

@@ -233,6 +233,8 @@ def main() -> None:
                 x = torch.empty((rows, depth), dtype=torch.bfloat16)
                 weight = torch.empty((columns, depth), dtype=torch.bfloat16)
                 ops.forward.linear(x, PackedLinear(weight, None))
+                data = torch.empty((columns, depth), dtype=torch.int8)
+                ops.forward.linear(x, ops.forward.pack_quantized("w8a8", data, torch.empty(columns)))
         packed = ops.forward.pack_linear(torch.empty((960, 100)), torch.empty(960))
         for rows in (1, 64, 100):
             ops.forward.linear(torch.empty((rows, 100)), packed)

@@ -19,7 +19,10 @@ OPTION_ALIASES = {
 DTYPE_ALIASES = {"float": "float32", "bf16": "bfloat16", "fp32": "float32"}
 HALF_DTYPES = ("float16", "half", "fp16")
 # Options whose value None means the default in vLLM.
-NONE_IS_DEFAULT = ("page_size", "enable_prefix_caching", "dtype", "load_format", "generation_config")
+NONE_IS_DEFAULT = (
+    *("page_size", "enable_prefix_caching", "dtype", "load_format", "generation_config"),
+    "quantization",
+)
 
 
 class Rule(NamedTuple):
@@ -73,9 +76,6 @@ RULES: dict[str, Rule] = {
     ),
     "tokenizer_mode": Rule(_one_of("auto", "hf"), "tokenizer.json or the tokenizer of the GGUF file is used"),
     "tokenizer_revision": Rule(_is_unset, "give a folder as tokenizer"),
-    "quantization": Rule(
-        _is_unset, "weights are read in the format of the checkpoint: give a model in that format"
-    ),
     "kv_cache_dtype": Rule(_one_of("auto"), "the KV cache has the dtype of the weights"),
     "calculate_kv_scales": Rule(_is_unset, "the KV cache has the dtype of the weights"),
     "override_generation_config": Rule(

@@ -24,6 +24,7 @@ from draftproof.models.draft_head.model import TargetParts
 from draftproof.models.load import Checkpoint
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
+from draftproof.models.weight_formats import quantize_linears
 from draftproof.ops import Ops, resolve, resolve_device
 from draftproof.propose import PROPOSERS
 from draftproof.propose.base import DeviceProposer, Proposer, ProposerEnv
@@ -63,10 +64,11 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
     model_config = checkpoint.config
     device = resolve_device(config.device)
     ops = resolve(config.backend, device, config.numerics)
-    sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config.speculative, checkpoint))
-    weights = checkpoint.weights
-    lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
     identity = TargetIdentity.from_weights(model_config, checkpoint.tensors)
+    weights = checkpoint.weights
+    quantize_linears(weights, config.quantization)
+    sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config.speculative, checkpoint))
+    lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
     model = create_model(model_config, weights, ops, sizes.max_len)
     vocab = model_config.vocab_size
     slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, ops)

@@ -126,9 +126,35 @@ class Int8RowWeight(WeightTensor):
         return {name: self.data, name + self.suffixes["scales"]: self.scales}
 
 
+@dataclass(frozen=True, slots=True)
+class W8A8Weight(Int8RowWeight):
+    """Int8 matrix that backends multiply by int8 activations, which are quantised per row."""
+
+    @property
+    def format(self) -> str:
+        """Return "w8a8"."""
+        return "w8a8"
+
+
 FLOAT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # dtype of the stored matrix -> format; every other dtype is a FloatWeight
 FORMATS: dict[torch.dtype, type[WeightTensor]] = {torch.int8: Int8RowWeight}
+
+# value of the engine's option `quantization` -> format that weights are quantised to on load
+QUANTIZATIONS: dict[str, type[Int8RowWeight]] = {"int8": W8A8Weight}
+LINEAR_SUFFIX = "_proj.weight"  # of the linear layers; embeddings and the LM head stay floats
+
+
+def quantize_linears(weights: dict[str, WeightTensor], quantization: str) -> None:
+    """Quantise the float weights of linear layers in place, one by one; "none": no change."""
+    if quantization == "none":
+        return
+    form = QUANTIZATIONS[quantization]
+    for name, weight in weights.items():
+        if name.endswith(LINEAR_SUFFIX) and isinstance(weight, FloatWeight):
+            if not bool(weight.data.isfinite().all()):
+                raise LoadError(f"{name} has values that are not finite: it cannot be quantised")
+            weights[name] = form.quantize(weight.data)
 
 
 def read_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:

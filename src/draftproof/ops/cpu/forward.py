@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,14 @@ from draftproof.ops.cpu.argument_checks import check_cache, check_ints, check_ro
 from draftproof.ops.cpu.attention import driver
 from draftproof.ops.cpu.attention import fma as attention_parts
 from draftproof.ops.cpu.executor import SINGLE_THREAD_ELEMENTS, Executor
-from draftproof.ops.cpu.gemm.formats import CpuFeatures, PackedLinear, pack, select_gemm
+from draftproof.ops.cpu.gemm.formats import (
+    QUANTIZED_FORMATS,
+    CpuFeatures,
+    PackedLinear,
+    pack,
+    pack_quantized,
+    select_gemm,
+)
 from draftproof.ops.cpu.jit.huge_pages import WeightMemory
 from draftproof.ops.cpu.jit.program import Argument
 from draftproof.types import Rows
@@ -23,6 +32,8 @@ WORKSPACE_BYTES = 4 << 20  # for attention whose keys are split between threads
 
 class CpuForward(ForwardOps):
     """Forward ops; every kernel gives a row the same bits whatever the other rows and the thread count."""
+
+    weight_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_FORMATS)
 
     def __init__(self, run: Executor, features: CpuFeatures) -> None:
         self._run, self._features = run, features
@@ -42,16 +53,40 @@ class CpuForward(ForwardOps):
             raise ConfigError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
         return pack(weight.detach(), bias, self._features, self._memory.hold, draft)
 
+    def pack_quantized(
+        self, weight_format: str, data: Tensor, scales: Tensor | None, bias: Tensor | None = None
+    ) -> PackedLinear:
+        assert scales is not None
+        return pack_quantized(weight_format, data.detach(), scales, bias, self._memory.hold)
+
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         x = check_tensor("x", x, 2, packed.depth, packed.dtype)
         rows = x.shape[0]
         dtype = out_dtype or x.dtype
         out = self._run.new((rows, packed.columns), dtype)
-        kernel = select_gemm(packed, rows, is_bf16(dtype))
         sizes = (packed.columns, packed.depth, *packed.extra)
         small = rows * packed.columns * packed.depth < SINGLE_THREAD_ELEMENTS
-        self._run.call(kernel, rows, [out], [x], [packed.weight, packed.bias, *sizes], small=small)
+        inputs = [x]
+        if packed.dtype is None:
+            inputs, kernel = (
+                self._quantize_rows(x, packed),
+                QUANTIZED_FORMATS[packed.format].kernel(is_bf16(dtype)),
+            )
+        else:
+            kernel = select_gemm(packed, rows, is_bf16(dtype))
+        self._run.call(kernel, rows, [out], inputs, [packed.weight, packed.bias, *sizes], small=small)
         return out
+
+    def _quantize_rows(self, x: Tensor, packed: PackedLinear) -> list[Tensor]:
+        """Return the rows of x in int8 and their scales."""
+        form = QUANTIZED_FORMATS[packed.format]
+        quantized = self._run.new((len(x), form.row_bytes(packed.depth)), torch.int8)
+        scales = self._run.new((len(x),), torch.float32)
+        small = x.numel() < SINGLE_THREAD_ELEMENTS
+        self._run.call(
+            form.quantize_rows(x.dtype), len(x), [quantized, scales], [x], [packed.depth], small=small
+        )
+        return [quantized, scales]
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         tokens, table = check_ints("tokens", tokens), check_tensor("table", table, 2)

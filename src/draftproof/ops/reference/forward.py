@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.types import Attention, AttentionShape
+from draftproof.ops.reference import quantized
 from draftproof.ops.reference.kv import load_kv, store_kv
+from draftproof.ops.reference.quantized import QuantizedLinear
 from draftproof.types import Rows
+
+PackedWeight = tuple[Tensor, Tensor | None]
 
 
 class ReferenceForward(ForwardOps):
     """Forward ops as loops over rows."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    weight_formats: ClassVar[frozenset[str]] = frozenset(quantized.ROW_PRODUCTS)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         return weight.double(), None if bias is None else bias.double()
 
+    def pack_quantized(
+        self, weight_format: str, data: Tensor, scales: Tensor | None, bias: Tensor | None = None
+    ) -> QuantizedLinear:
+        assert scales is not None
+        return QuantizedLinear(weight_format, data, scales, None if bias is None else bias.float())
+
     def linear(
-        self, x: Tensor, packed: tuple[Tensor, Tensor | None], out_dtype: torch.dtype | None = None
+        self, x: Tensor, packed: PackedWeight | QuantizedLinear, out_dtype: torch.dtype | None = None
     ) -> Tensor:
+        if isinstance(packed, QuantizedLinear):
+            return quantized.linear(x, packed, out_dtype or x.dtype)
         weight, bias = packed
         rows = []
         for row in x.double():

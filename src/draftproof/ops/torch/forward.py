@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.types import Attention, AttentionShape
+from draftproof.ops.reference.quantized import QuantizedLinear
+from draftproof.ops.torch import quantized
 from draftproof.ops.torch.kv import load_kv, store_kv
 from draftproof.types import Rows
 
@@ -27,10 +30,22 @@ def map_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class TorchForward(ForwardOps):
     """Forward ops on torch tensors of any device."""
 
+    weight_formats: ClassVar[frozenset[str]] = frozenset(quantized.PRODUCTS)
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         return weight.contiguous(), None if bias is None else bias.float()
 
-    def linear(self, x: Tensor, packed: PackedWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    def pack_quantized(
+        self, weight_format: str, data: Tensor, scales: Tensor | None, bias: Tensor | None = None
+    ) -> QuantizedLinear:
+        assert scales is not None
+        return QuantizedLinear(weight_format, data, scales, None if bias is None else bias.float())
+
+    def linear(
+        self, x: Tensor, packed: PackedWeight | QuantizedLinear, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if isinstance(packed, QuantizedLinear):
+            return quantized.linear(x, packed, out_dtype or x.dtype)
         weight, bias = packed
         out_dtype = out_dtype or x.dtype
         if out_dtype != x.dtype:  # logits: a bf16 product would round them to bf16 first

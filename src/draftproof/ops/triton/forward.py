@@ -19,10 +19,10 @@ from draftproof.ops.triton.fused import layers as fused_kernel
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.autotune import create_tuner
 from draftproof.ops.triton.gemm.cublas import Cublas, Mode
-from draftproof.ops.triton.gemm.select import Epilogue, GemmSelector, supports_fused
+from draftproof.ops.triton.gemm.select import QUANTIZED_GEMMS, Epilogue, GemmSelector, supports_fused
 from draftproof.ops.triton.gemm.tile_cache import initial_tiles
 from draftproof.ops.triton.gemm.tiles import TileTable
-from draftproof.ops.triton.gemm.weight import PackedLinear, check_input, pack
+from draftproof.ops.triton.gemm.weight import PackedLinear, check_input, pack, pack_quantized
 from draftproof.ops.triton.kernel_utils import FP32, INTS, LaunchContext, check_rows
 from draftproof.types import Rows
 
@@ -36,6 +36,7 @@ class TritonForward(ForwardOps):
 
     fused_rows_limit: ClassVar[int] = 96
     gather_last_layer_from_rows: ClassVar[int] = 1024
+    weight_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_GEMMS)
 
     def __init__(self, launch: LaunchContext, cublas: Mode, one_launch: bool) -> None:
         self._launch, self.one_launch = launch, one_launch
@@ -54,6 +55,12 @@ class TritonForward(ForwardOps):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         return pack(weight, bias)
+
+    def pack_quantized(
+        self, weight_format: str, data: Tensor, scales: Tensor | None, bias: Tensor | None = None
+    ) -> PackedLinear:
+        assert scales is not None
+        return pack_quantized(weight_format, data, scales, bias)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         x, dtype = check_input(x, packed, out_dtype)

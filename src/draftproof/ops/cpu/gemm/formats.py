@@ -1,7 +1,7 @@
 """Weight formats of the CPU backend: one file per format, selected by name and machine.
 
 A format packs a weight and provides the kernels that multiply by it. To add a format, write a file with a
-`WeightFormat` and add it to `FORMATS`.
+`WeightFormat` and add it to `FORMATS`, or for quantised weights a `QuantizedFormat` and `QUANTIZED_FORMATS`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from draftproof.ops.cpu.gemm import amx, fma, int8
+from draftproof.ops.cpu.gemm import amx, fma, int8, w8a8
 from draftproof.ops.cpu.gemm.weight_format import CpuFeatures as CpuFeatures
 from draftproof.ops.cpu.gemm.weight_format import PackedLinear as PackedLinear
-from draftproof.ops.cpu.gemm.weight_format import WeightFormat
+from draftproof.ops.cpu.gemm.weight_format import QuantizedFormat, WeightFormat
 from draftproof.ops.cpu.jit.compile import Kernel
 
 # in order of preference; the first format that supports the weight is used
 FORMATS: dict[str, WeightFormat] = {"int8_amx": int8.FORMAT, "bf16_amx": amx.FORMAT, "fma": fma.FORMAT}
+# formats of checkpoints that are multiplied without being dequantised
+QUANTIZED_FORMATS: dict[str, QuantizedFormat] = {"w8a8": w8a8.FORMAT}
 
 
 def pack(
@@ -35,9 +37,23 @@ def pack(
     raise ValueError(f"no weight format for {weight.dtype}")
 
 
+def pack_quantized(
+    name: str,
+    data: Tensor,  # [N, K] integers
+    scales: Tensor,  # [N] fp32
+    bias: Tensor | None,
+    hold: Callable[[Tensor], Tensor],  # copies packed data to weight memory
+) -> PackedLinear:
+    """Pack a quantised weight."""
+    bias = None if bias is None else bias.detach().float().clone().contiguous()
+    packed = QUANTIZED_FORMATS[name].pack(data)
+    return PackedLinear(name, hold(packed), bias, *data.shape, None, (scales.float().clone().contiguous(),))
+
+
 def select_gemm(packed: PackedLinear, rows: int, out_bf16: bool) -> Kernel:
     """Return the kernel for a packed weight and a number of rows.
 
     Every format has one kernel for all row counts, so that a row's bits do not depend on them.
     """
+    assert packed.dtype is not None
     return FORMATS[packed.format].kernel(packed.dtype, out_bf16)

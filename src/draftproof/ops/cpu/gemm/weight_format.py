@@ -30,7 +30,7 @@ class PackedLinear:
     bias: Tensor | None
     columns: int
     depth: int
-    dtype: torch.dtype  # of the activations
+    dtype: torch.dtype | None  # of the activations; None: a quantised weight takes every dtype
     extra: tuple[Argument, ...] = ()  # further arguments of the kernels
 
 
@@ -42,3 +42,13 @@ class WeightFormat:
     pack: Callable[[Tensor, CpuFeatures], tuple[Tensor, tuple[Argument, ...]]]  # the rest: kernel arguments
     kernel: Callable[[torch.dtype, bool], Kernel]  # for activations of this dtype, and bf16 or fp32 output
     draft_only: bool = False  # lower precision, for draft models
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedFormat:
+    """Packing of a weight that is multiplied by quantised rows, and the kernels for that."""
+
+    pack: Callable[[Tensor], Tensor]  # stored integers [N, K] -> packed
+    quantize_rows: Callable[[torch.dtype], Kernel]  # for x of this dtype
+    row_bytes: Callable[[int], int]  # bytes of a quantised row by its depth
+    kernel: Callable[[bool], Kernel]  # for bf16 or fp32 output

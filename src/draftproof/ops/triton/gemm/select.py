@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.triton.gemm import dense, fused
+from draftproof.ops.triton.gemm import dense, fused, w8a8
 from draftproof.ops.triton.gemm.cublas import Cublas
 from draftproof.ops.triton.gemm.weight import PackedLinear, WeightKind
 
@@ -39,12 +39,16 @@ class GemmPath(Enum):
 MAX_FUSED_ONLY_ROWS = 64  # up to it a fused kernel is not compared with cuBLAS
 # Formats that the kernels of an epilogue read.
 KINDS: dict[Epilogue, frozenset[WeightKind]] = {
-    Epilogue.NONE: frozenset({WeightKind.BF16, WeightKind.FP32}),
+    Epilogue.NONE: frozenset({WeightKind.BF16, WeightKind.FP32, WeightKind.QUANTIZED}),
     Epilogue.SILU_MUL: frozenset({WeightKind.BF16}),
     Epilogue.ROPE_STORE: frozenset({WeightKind.BF16}),
     Epilogue.SAMPLE: frozenset({WeightKind.BF16}),
     Epilogue.LAYERS: frozenset({WeightKind.BF16}),
 }
+
+
+# Quantised formats: the function (x, packed, out, pdl) that stores x times the weight to `out`.
+QUANTIZED_GEMMS: dict[str, Callable[[Tensor, PackedLinear, Tensor, bool], None]] = {"w8a8": w8a8.linear}
 
 
 def supports_fused(packed: PackedLinear, rows: int, epilogue: Epilogue, head_dim: int = 0) -> bool:
@@ -99,6 +103,10 @@ class GemmSelector:
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor, pdl: bool) -> None:
         """Compute out [M, N] = x [M, K] times the weight: leading rows by cuBLAS, the others by Triton."""
         self.select_gemm(packed, x)
+        if packed.format is not None:
+            if len(x):
+                QUANTIZED_GEMMS[packed.format](x, packed, out, pdl)
+            return
         done = self.cublas.leading_rows(x, packed, out, pdl)
         if done < len(x):
             self.gemm(x[done:], packed, out[done:], pdl)
