@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from draftproof import LLM, AsyncLLM
 from draftproof.serve.http.app import create_app
-from draftproof.serve.http.uvicorn_protocol import Protocol
+from draftproof.serve.http.server import uvicorn_config
 from draftproof.serve.settings import Settings
 from text_pieces import CONFIG
 
@@ -103,11 +103,12 @@ def serving(llm: LLM, settings: Settings | None = None, send_buffer: int = 0) ->
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if send_buffer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        config = uvicorn.Config(app, http=Protocol, log_level="warning", lifespan="off")
-        server = uvicorn.Server(config)
+        settings = settings or Settings()
+        server = uvicorn.Server(uvicorn_config(app, settings))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", app, engine)
+        scheme = "http" if settings.ssl_certfile is None else "https"
+        served = Served(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}", app, engine)
         try:
             while not server.started and thread.is_alive():
                 thread.join(0.01)

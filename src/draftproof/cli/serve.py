@@ -16,7 +16,7 @@ from draftproof import __version__
 from draftproof.cli.engine_options import add_engine_options, add_model, offered_options, read_engine_options
 from draftproof.errors import ConfigError, nearest
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.settings import KEY_VARIABLE, Settings, read_keys
+from draftproof.serve.settings import KEY_VARIABLE, Settings, default_hosts, read_keys
 
 if TYPE_CHECKING:
     import socket
@@ -56,6 +56,15 @@ def _add_server_options(group: Any) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address; 0.0.0.0: all interfaces (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: 8000)")
+    text = (
+        "name in the header Host; may be repeated; '*': any (default: names of a loopback --host, else any)"
+    )
+    add("--allowed-hosts", action="append", metavar="NAME", help=text)
+    text = "origin of pages that may call this server (CORS); may be repeated; '*': any (default: none)"
+    add("--allowed-origins", action="append", metavar="ORIGIN", help=text)
+    add("--root-path", default="", metavar="PATH", help="prefix of all paths that a proxy removes")
+    add("--ssl-certfile", metavar="FILE", help="certificate chain for TLS (PEM)")
+    add("--ssl-keyfile", metavar="FILE", help="private key of the certificate (PEM)")
     add("--server-processes", type=int, default=1, metavar="N", help="HTTP processes (default: 1)")
     add("--served-model-name", action="append", metavar="NAME", help="name in the API; may be repeated")
     add("--api-key-file", metavar="FILE", help=f"one key a line; the environment's {KEY_VARIABLE} adds keys")
@@ -138,10 +147,23 @@ def _read(path: Path) -> dict[str, Any]:
 
 def read_settings(options: argparse.Namespace) -> Settings:
     """Return the settings of the HTTP server."""
-    same = {f.name for f in fields(Settings)} - {"api_keys", "served_model_names"}
-    names = tuple(options.served_model_name or ())
+    lists: dict[str, Any] = {
+        "served_model_names": tuple(options.served_model_name or ()),
+        "allowed_hosts": _list(options.allowed_hosts) or default_hosts(options.host),
+        "allowed_origins": _list(options.allowed_origins),
+    }
+    same = {f.name for f in fields(Settings)} - {"api_keys", *lists}
     given = {name: getattr(options, name) for name in same}
-    return Settings(api_keys=read_keys(options.api_key_file), served_model_names=names, **given)
+    return Settings(api_keys=read_keys(options.api_key_file), **lists, **given)
+
+
+def _list(values: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the items of a repeated option; one value may be a JSON list, as vLLM takes it."""
+    items: list[str] = []
+    for value in values or ():
+        found = json.loads(value) if value.startswith("[") and value.endswith("]") else [value]
+        items += map(str, found)
+    return tuple(items)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -185,6 +207,7 @@ def _banner(options: argparse.Namespace, listener: socket.socket, console: Conso
     config, spec = llm.config, llm.config.speculative
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
+    scheme = "http" if options.ssl_certfile is None else "https"
     table = Table(show_header=False, box=None, pad_edge=False)
     numerics = config.numerics + ("" if config.numerics == "exact" else ": bits may depend on the batch")
     rows = [
@@ -196,7 +219,7 @@ def _banner(options: argparse.Namespace, listener: socket.socket, console: Conso
         ("strategy", llm.strategy_label(SamplingParams())[0]),
         ("context", f"{llm.limits.max_model_len} tokens"),
         ("keys", "required" if options.api_key_file or os.environ.get(KEY_VARIABLE) else "not required"),
-        ("URL", f"http://{shown}:{port}/v1   (page: http://{shown}:{port}/)"),
+        ("URL", f"{scheme}://{shown}:{port}/v1   (page: {scheme}://{shown}:{port}/)"),
     ]
     for name, value in rows:
         table.add_row(name, value)

@@ -142,7 +142,8 @@ def child() -> None:
     configure_logging(*job["log"])
     given = job["settings"]
     given["api_keys"] = ApiKeys((), given["api_keys"])
-    given["served_model_names"] = tuple(given["served_model_names"])
+    for name in ("served_model_names", "allowed_hosts", "allowed_origins"):
+        given[name] = tuple(given[name])
     listener = socket.socket(fileno=job["listener"])
     shared = SharedMetrics(Path(job["folder"]), job["name"])
     settings = Settings(**given)

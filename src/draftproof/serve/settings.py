@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import os
+import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,8 @@ from draftproof.errors import ConfigError
 from draftproof.text.tool_calls.formats import find_format
 
 KEY_VARIABLE = "DRAFTPROOF_API_KEY"  # one key, or several separated by commas
+ANY_HOST = "*"
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,13 @@ class Settings:
 
     served_model_names: tuple[str, ...] = ()  # default: the model's name
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
+    allowed_hosts: tuple[str, ...] = (
+        ANY_HOST,
+    )  # names in the header `Host`; "*.example.com": its subdomains
+    allowed_origins: tuple[str, ...] = ()  # of pages on other sites; "*": any
+    root_path: str = ""  # prefix of all paths that a proxy removes
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
     max_body_bytes: int = 8 << 20
     max_prompt_tokens: int | None = None  # None: the model's limit
     max_n: int = 16
@@ -51,9 +62,44 @@ class Settings:
             raise ConfigError(f"max_priority must lie in 0..2**31 - 1, got {self.max_priority!r}")
         if self.tool_call_parser is not None:
             find_format(self.tool_call_parser)
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path must begin with '/' and not end with it, got {self.root_path!r}")
+        for host in self.allowed_hosts:
+            if host != host.lower() or "/" in host or (":" in host and not _is_address(host)):
+                raise ConfigError(f"allowed_hosts has names without scheme and port, in lower case: {host!r}")
+        self._check_certificate()
         for name in ("request_seconds", "body_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
+
+    def _check_certificate(self) -> None:
+        if self.ssl_keyfile is None and self.ssl_certfile is None:
+            return
+        if self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile")
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+        except (OSError, ssl.SSLError) as error:
+            files = " and ".join(filter(None, (self.ssl_certfile, self.ssl_keyfile)))
+            raise ConfigError(f"the certificate in {files} cannot be used: {error}") from error
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def default_hosts(host: str) -> tuple[str, ...]:
+    """Return the hosts allowed without the option: on a loopback address its names, otherwise any.
+
+    A page of another site can resolve its own name to 127.0.0.1 (DNS rebinding). The header `Host` then has
+    the name of that site.
+    """
+    is_loopback = host in LOOPBACK_HOSTS or host.startswith("127.")
+    return tuple(dict.fromkeys((*LOOPBACK_HOSTS, host))) if is_loopback else (ANY_HOST,)
 
 
 class ApiKeys:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
@@ -52,6 +53,14 @@ def create_app(
     app.mount("/page", StaticFiles(directory=PAGE_FOLDER), name="page")
     app.add_exception_handler(HTTPException, _unknown_route)
     app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics, paths={*routes, "/"})
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
     return app
 
 

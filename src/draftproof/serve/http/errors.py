@@ -15,6 +15,7 @@ _TYPES = {
     **dict.fromkeys((400, 405, 413, 415), "invalid_request_error"),
     **dict.fromkeys((408, 504), "timeout_error"),
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",

@@ -1,4 +1,4 @@
-"""Middleware around all routes: API key, request id, access log."""
+"""Middleware around all routes: host, API key, request id, security headers, access log."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.errors import ApiError, to_api_error
 from draftproof.serve.http.io import send_error
 from draftproof.serve.http.request_log import LOGGER, RequestRecord
+from draftproof.serve.http.security import HEADERS, PAGE_HEADERS, check_host
 from draftproof.serve.settings import Settings
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -34,25 +35,30 @@ class RequestMiddleware:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         sent = headers.get(b"x-request-id", b"").decode("latin-1")
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
         record = RequestRecord(
             id=sent if REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex,
             method=scope["method"],
-            path=scope["path"] if scope["path"] in self._paths else "other",
+            path=path if path in self._paths else "other",
             started=time.perf_counter(),
         )
         scope.setdefault("state", {})["record"] = record
         started = False
+        is_page = path == "/" or path.startswith(PUBLIC_FOLDER)
+        security = [*HEADERS, *(PAGE_HEADERS if is_page else ())]
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
                 record.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
+                request_id = (b"x-request-id", record.id.encode())  # a body may change it
+                message["headers"] = [*message["headers"], *security, request_id]
             await send(message)
 
         try:
-            self._check_key(scope["path"], headers, record)
+            check_host(headers.get(b"host"), self._settings.allowed_hosts)
+            self._check_key(path, headers, record)
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             api_error = to_api_error(error)

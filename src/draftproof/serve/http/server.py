@@ -79,6 +79,25 @@ def listen(host: str, port: int, stall_seconds: float) -> socket.socket:
     return made
 
 
+def uvicorn_config(app: Any, settings: Settings) -> Config:
+    """Return uvicorn's configuration."""
+    return Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        root_path=settings.root_path,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        backlog=BACKLOG,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(settings.drain_seconds + CLOSE_SECONDS),
+    )
+
+
 def serve(
     llm: Any,
     settings: Settings,
@@ -96,19 +115,7 @@ def serve(
     """
     _raise_file_limit()
     app = create_app(llm, settings, metrics, counts)
-    config = uvicorn.Config(
-        app,
-        http=Protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(settings.drain_seconds + CLOSE_SECONDS),
-    )
-    server = HttpServer(config, llm, app.state.guard, settings, tick)
+    server = HttpServer(uvicorn_config(app, settings), llm, app.state.guard, settings, tick)
     # uvicorn raises the signals that it caught again after its end, while the caller still cleans up; and a
     # signal before uvicorn installs its handlers must count as well
     if threading.current_thread() is threading.main_thread():
