@@ -45,4 +45,4 @@ test-gpu:
 # The page in the Chromium of this machine (Debian: apt install chromium).
 test-page: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,page]"
-	$(BIN)/python -m pytest tests/serve/test_page.py
+	$(BIN)/python -m pytest tests/serve/test_page.py tests/page
