@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from draftproof.errors import LoadError as LoadError
     from draftproof.errors import QueueFullError as QueueFullError
     from draftproof.errors import RequestError as RequestError
+    from draftproof.frontend.pooler import PoolingParams as PoolingParams
     from draftproof.llm import LLM as LLM
     from draftproof.metrics import EngineStats as EngineStats
     from draftproof.metrics import SpecStats as SpecStats
     from draftproof.outputs import CompletionOutput as CompletionOutput
+    from draftproof.outputs import EmbeddingOutput as EmbeddingOutput
+    from draftproof.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
     from draftproof.outputs import Logprob as Logprob
     from draftproof.outputs import RequestOutput as RequestOutput
     from draftproof.outputs import ScoreOutput as ScoreOutput
@@ -40,9 +43,13 @@ _NAMES = {
         *("ConfigError", "DraftproofError", "EngineClosedError", "EngineDeadError", "EngineDownError"),
         *("LoadError", "QueueFullError", "RequestError"),
     ),
+    "frontend.pooler": ("PoolingParams",),
     "llm": ("LLM",),
     "metrics": ("EngineStats", "SpecStats"),
-    "outputs": ("CompletionOutput", "Logprob", "RequestOutput", "ScoreOutput", "TokenEvent"),
+    "outputs": (
+        *("CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput"),
+        *("ScoreOutput", "TokenEvent"),
+    ),
     "sampling_params": ("SamplingParams", "SpeculativeParams"),
     "speculative_config": ("SpeculativeConfig",),
     "structured_outputs": ("StructuredOutputs",),

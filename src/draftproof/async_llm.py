@@ -28,10 +28,12 @@ from draftproof.engine.validation import Limits
 from draftproof.errors import ConfigError, RequestError
 from draftproof.frontend.engine_thread import EngineThread
 from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
+from draftproof.frontend.pooler import PoolingParams, pooling_params_for
 from draftproof.frontend.request_tracker import Job
+from draftproof.frontend.scoring import score_output
 from draftproof.frontend.stream_queue import StreamQueue
 from draftproof.metrics import EngineStats, SpecStats, StepTotals, WorkerStatus
-from draftproof.outputs import Logprob, RequestOutput, TokenEvent
+from draftproof.outputs import EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput, TokenEvent
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.logprobs import LogprobMaps
 from draftproof.text.prompts import Prompt
@@ -78,6 +80,30 @@ class AsyncLLM:
         """Return the complete output of a prompt. Cancelling this aborts the request."""
         job_id = new_request_id(request_id)
         _, queue = await self._submit(prompt, sampling_params, job_id, stream=False)
+        return await self._finish(job_id, queue)
+
+    async def embed(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, *, request_id: str | None = None
+    ) -> EmbeddingRequestOutput:
+        """Return the embedding of a prompt. Cancelling this aborts the request."""
+        params, job_id = pooling_params_for([prompt], pooling_params)[0], new_request_id(request_id)
+        self._check_open()
+        make = partial(self._llm.new_embedding_job, prompt, params, job_id)
+        job = await asyncio.to_thread(make) if _is_long(prompt) else make()
+        queue = self._thread.submit(job, stream=False)
+        return self._llm.pooler.output(await self._finish(job_id, queue), params)
+
+    async def score(
+        self, context: Prompt, continuation: Prompt, *, request_id: str | None = None
+    ) -> ScoreOutput:
+        """Return the log-likelihood of a continuation after its context."""
+        (pair,) = await asyncio.to_thread(self._llm.score_pairs, [context], [continuation])
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        result = await self.generate({"prompt_token_ids": pair[0] + pair[1]}, params, request_id=request_id)
+        return score_output(len(pair[0]), result)
+
+    async def _finish(self, job_id: str, queue: StreamQueue) -> RequestOutput:
+        """Wait for the end of a job that is not streamed."""
         try:
             await queue.wait()
         finally:
@@ -92,15 +118,17 @@ class AsyncLLM:
     async def _submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None, job_id: str, stream: bool
     ) -> tuple[Job, StreamQueue]:
-        if (error := self._thread.closed_error()) is not None:
-            raise error
+        self._check_open()
         params = params_for([prompt], sampling_params, self._llm.default_params)[0]
         make = partial(self._llm.new_job, prompt, params, job_id)
         # a long text or a grammar takes time: keep it off the caller's loop and the engine thread
-        texts = (text for text in (prompt, params.prediction) if isinstance(text, str))
-        is_long = any(len(text) > MAX_INLINE_CHARS for text in texts)
-        job = await asyncio.to_thread(make) if is_long or params.structure is not None else make()
+        is_slow = _is_long(prompt) or _is_long(params.prediction) or params.structure is not None
+        job = await asyncio.to_thread(make) if is_slow else make()
         return job, self._thread.submit(job, stream)
+
+    def _check_open(self) -> None:
+        if (error := self._thread.closed_error()) is not None:
+            raise error
 
     async def drain(self, timeout: float | None = None) -> int:
         """Refuse new requests and finish the open ones; return the number aborted after `timeout` seconds."""
@@ -168,6 +196,10 @@ class AsyncLLM:
     def step_totals(self) -> StepTotals | None:
         """Return number and duration of the steps of the engine's process; None if it is this one."""
         return None
+
+    def check_embedding(self, params: PoolingParams) -> None:
+        """Raise RequestError if embeddings with these options are not available."""
+        self._llm.pooler.check(params)
 
     def describe(self) -> str:
         """Return one line about model, device and speculation."""
@@ -261,6 +293,11 @@ class Stream:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):  # __init__ may have failed
             self._leave()
+
+
+def _is_long(prompt: Prompt | None) -> bool:
+    """Return whether a text takes long to tokenize."""
+    return isinstance(prompt, str) and len(prompt) > MAX_INLINE_CHARS
 
 
 def new_request_id(request_id: str | None) -> str:

@@ -102,6 +102,15 @@ class EngineConfig:
         "the defaults of `SamplingParams`, or a folder with the file",
         api_only=True,
     )
+    pooling_type: str = option(
+        "auto",
+        "hidden rows that make an embedding: the last one of the prompt, or the mean of all; `auto`: as the "
+        "model's files define it, else `last`",
+        choices=("auto", "last", "mean"),
+    )
+    normalize_embeddings: bool | None = option(
+        None, "scale embeddings to length 1", default_text="as the model's files define it, else true"
+    )
     enforce_eager: bool = option(False, "run every step op by op, without captured graphs")
     warm_up: bool = option(True, "capture and time steps at start-up", api_only=True)
     overlap: bool | None = option(
@@ -146,9 +155,9 @@ class EngineConfig:
         if self.page_size not in (8, 16, 32, 64):
             raise ConfigError(f"page_size must be 8, 16, 32 or 64, got {self.page_size!r}")
         switches = ("enable_prefix_caching", "warm_up", "overlap", "debug", "enforce_eager")
-        for name in (*switches, "skip_tokenizer_init"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "overlap" and value is None):
+        for name in (*switches, "skip_tokenizer_init", "normalize_embeddings"):
+            value, optional = getattr(self, name), name in ("overlap", "normalize_embeddings")
+            if not isinstance(value, bool) and not (optional and value is None):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError("skip_tokenizer_init and tokenizer are given: leave one out")

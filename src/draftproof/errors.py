@@ -5,6 +5,7 @@ DraftproofError
 ├── LoadError        a model, tokenizer or file cannot be used
 ├── RequestError     one request is wrong; no other is affected (also a ValueError)
 │   └── QueueFullError   the waiting queue is full; the same request can be sent later
+├── RequestFailedError   an embedding or a score was begun and has no result
 └── EngineClosedError    no request is accepted: the engine drains or was shut down
     ├── EngineDownError  the engine's process is starting or restarting: try later
     └── EngineDeadError  the engine broke, through no fault of a request
@@ -45,6 +46,14 @@ class RequestError(DraftproofError, ValueError):
 
 class QueueFullError(RequestError):
     """The waiting queue is full; the same request can be served later."""
+
+
+class RequestFailedError(DraftproofError):
+    """A request without output text has no result; `reason` is "error" or "abort"."""
+
+    def __init__(self, reason: str | None, error: str | None) -> None:
+        super().__init__(error or "the request was aborted")
+        self.reason, self.error = reason, error
 
 
 class EngineClosedError(DraftproofError):

@@ -13,12 +13,13 @@ from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import EngineClosedError, LoadError, QueueFullError
 from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
+from draftproof.frontend.pooler import PoolingParams, pooling_params_for, read_pooler
 from draftproof.frontend.progress import progress_bar
 from draftproof.frontend.request_tracker import Job, OnEvents, RequestTracker
 from draftproof.frontend.scoring import score_output
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
-from draftproof.outputs import RequestOutput, ScoreOutput, TokenEvent
+from draftproof.outputs import EmbeddingRequestOutput, RequestOutput, ScoreOutput, TokenEvent
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.generation_config import default_params
 from draftproof.text.grammar.compiler import GrammarCompiler
@@ -54,6 +55,7 @@ class LLM(InputProcessor):
         )
         self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
         self.default_params = default_params(self.config.generation_config, checkpoint.source)
+        self.pooler = read_pooler(self.config, checkpoint.config.hidden_size, checkpoint.source)
         with progress_bar() as show:
             self.engine = Engine(self.config, checkpoint, show)
         vocab = self.engine.limits.vocab_size
@@ -73,7 +75,7 @@ class LLM(InputProcessor):
         """Return one RequestOutput for each prompt, in order; `sampling_params`: one for all, or one each."""
         listed = prompt_list(prompts)
         params = params_for(listed, sampling_params, self.default_params)
-        jobs = (self._open_job(prompt, p) for prompt, p in zip(listed, params, strict=True))
+        jobs = (self._open_job(self._new_job(prompt, p)) for prompt, p in zip(listed, params, strict=True))
         with _no_full_collection():
             return self._run(jobs, len(listed), progress=use_tqdm and len(listed) > 1)
 
@@ -93,6 +95,21 @@ class LLM(InputProcessor):
         several: Any = [messages] if one else messages
         prompts = [{"prompt_token_ids": self.chat_token_ids(m, **template)} for m in several]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in order; `pooling_params`: one for all, or one each."""
+        listed = prompt_list(prompts)
+        params = pooling_params_for(listed, pooling_params)
+        pairs = zip(listed, params, strict=True)
+        jobs = (self._open_job(self.new_embedding_job(prompt, p, self._next_id())) for prompt, p in pairs)
+        with _no_full_collection():
+            results = self._run(jobs, len(listed), progress=use_tqdm and len(listed) > 1)
+        return [self.pooler.output(result, p) for result, p in zip(results, params, strict=True)]
 
     def score(
         self,
@@ -114,7 +131,7 @@ class LLM(InputProcessor):
         """Yield tokens as they are committed. Leaving the loop early aborts the request."""
         params = params_for([prompt], sampling_params, self.default_params)[0]
         events: deque[TokenEvent] = deque()
-        return self._events(self._open_job(prompt, params, events.extend), events)
+        return self._events(self._open_job(self._new_job(prompt, params, events.extend)), events)
 
     def _events(self, job: Job, events: deque[TokenEvent]) -> Iterator[TokenEvent]:
         """Run one job and yield its events. Apart from `stream`, which can then refuse a request at once."""
@@ -151,10 +168,15 @@ class LLM(InputProcessor):
         """Return the grammar of the output after a prompt, None without one."""
         return self._grammars.compile(params, prompt)
 
-    def _open_job(self, prompt: Prompt, params: SamplingParams, on_events: OnEvents | None = None) -> Job:
-        """Create a job and check it before it enters the engine."""
+    def _next_id(self) -> str:
         self._check_usable()
-        job = self.new_job(prompt, params, str(next(self._ids)), on_events)
+        return str(next(self._ids))
+
+    def _new_job(self, prompt: Prompt, params: SamplingParams, on_events: OnEvents | None = None) -> Job:
+        return self.new_job(prompt, params, self._next_id(), on_events)
+
+    def _open_job(self, job: Job) -> Job:
+        """Check a job before it enters the engine."""
         self.tracker.open(job)
         return job
 

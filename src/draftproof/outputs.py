@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from draftproof.metrics import SpecStats
+
+if TYPE_CHECKING:
+    from draftproof.array_types import Floats32
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -136,6 +139,7 @@ class RequestOutput:
     first_token_seconds: float | None = field(default=None, compare=False)  # since arrival, first output
     strategy: str = ""  # verification strategy and its label
     lossless: bool = True
+    embedding: Floats32 | None = field(default=None, compare=False)  # [hidden] of `embed`, as it was pooled
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -143,6 +147,29 @@ class RequestOutput:
         out = sum(len(o.token_ids) for o in self.outputs)
         prompt = len(self.prompt_token_ids)
         return {"prompt_tokens": prompt, "completion_tokens": out, "total_tokens": prompt + out}
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """Embedding of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the number of dimensions."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """Result of `embed` for one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    finished: bool = True
 
 
 @dataclass(slots=True)

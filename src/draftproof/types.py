@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from draftproof.outputs import DraftRecord, FinishReason, LogprobRow
 from draftproof.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # a process that serves text needs no torch
     from torch import Tensor
+
+    from draftproof.array_types import Floats32
+
+
+PoolingType = Literal["last", "mean"]  # of the hidden rows of a prompt, after the last norm
 
 
 class GrammarState(Protocol):
@@ -46,6 +51,7 @@ class Request:
     prediction_ids: Sequence[int] = ()
     eos_token_ids: Sequence[int] = ()
     grammar: Grammar | None = None  # compiled from `params.structured_outputs`
+    pooling: PoolingType | None = None  # with it the result is an embedding; the sampled token has no use
 
 
 PREDICTION_SOURCE = "given"  # source of drafts from a request's prediction
@@ -286,3 +292,4 @@ class StepOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     is_predicted: bool = False  # the drafts are from the request's prediction
+    embedding: Floats32 | None = None  # [hidden] of a request with pooling, when its prompt is computed

@@ -110,3 +110,12 @@ def test_engine_without_tokenizer_serves_token_ids(smollm2_path: Path) -> None:
         with pytest.raises(RequestError, match="needs a tokenizer"):
             llm.generate("The capital")
     assert found.token_ids == expected.token_ids and (found.text, bool(expected.text)) == ("", True)
+
+
+def test_pooler_config_is_mapped() -> None:
+    given = {"pooler_config": {"pooling_type": "MEAN", "normalize": False}, "runner": "pooling"}
+    config = EngineConfig.parse("m", given)
+    assert config.pooling_type == "mean" and config.normalize_embeddings is False
+    for wrong in ({"pooling_type": "CLS"}, {"softmax": True}, 5):
+        with pytest.raises(ConfigError, match="pool"):
+            EngineConfig.parse("m", {"pooler_config": wrong})

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
-from draftproof.engine.step.step_results import Finish, HostLogprobs, LogprobColumns, StepResults
+from draftproof.engine.step.step_results import Finish, HostOutput, LogprobColumns, StepResults
 from draftproof.metrics import RequestStats
 from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.sampling_params import SamplingParams
@@ -50,8 +50,8 @@ def check_same(step: Step, data: bytes, at: list[int]) -> None:
     for place, i in enumerate(at):
         count = int(results.table[place, NUM_DRAFT])  # rejected drafts have a source too
         assert results.sources_of(place, count) == step.results.sources_of(i, count)
-        received = results.host_logprobs.get(place, HostLogprobs())
-        sent = step.results.host_logprobs.get(i, HostLogprobs())
+        received = results.host_outputs.get(place, HostOutput())
+        sent = step.results.host_outputs.get(i, HostOutput())
         has_drafts = step.results.requests[i].params.include_draft_logprobs and step.results.table[i, NUM_OUT]
         assert repr(received) == repr(sent) or (has_drafts and not received.drafts and not sent.drafts)
     assert frame.stats == [(place, step.stats[i]) for place, i in enumerate(at) if i in step.stats]
@@ -136,21 +136,25 @@ def test_admission_failures_decode_with_message_and_param() -> None:
 
 
 GOLDEN = """
-44505246ee8ac5e90200010002000000a00200000000000005000000000000001100000000000000000000000000d03f
+445052463fbf249f0300010002000000c00200000000000005000000000000001100000000000000000000000000d03f
 000000000000124003000000000000000100000000000000040000000000000001000000000000000500000000000000
 090000000000000002000000000000000600000000000000040000000700000005000000020000000200000001000000
-010000000300000001000000020000000200000004000000020000000200000001030002000000000900000000000000
-080000000000000000000000000000800600000000000000020001000300010001000200020000000100000002000000
-01020000000000001f000000200000002100000022000000230000002400000025000000000000000100000001000000
-000000bf000080be000080bf000000c01e000000270000000200000001000000000080c0000000000500000000000000
-000000000100000003000000000000000100000000000000200000000000000000000000000000000001000000000000
-000000000200000000000000000000000000000000000000000000000000000000000000000000000100000000000000
-100000000000000001000000000000000100000000000000000000000000044000000000000000000000000000000000
-020000000300000001000000000000000100000001000000020000000200000004000000050000002500000003000000
-07000000010000000100000028000000000000000000f8bf00000000000004c00000000000000cc0000000000000f0ff
-020000000200000022000000230000000600000007000000010000000000000001010000000000000001000000000000
-0000000000000000000000000000e8bf0100000000000000000000000000c0bf0000000000000000c3a9000000000000
+010000000300000001000000020000000200000004000000020000000100000003000000020000000103000200000000
+090000000000000008000000000000000000000000000080060000000000000002000100030001000100020002000000
+010000000200000001020000000000001f00000020000000210000002200000023000000240000002500000000000000
+0100000001000000000000bf000080be000080bf000000c01e000000270000000200000001000000000080c000000000
+050000000000000000000000010000000300000000000000010000000000000020000000000000000000000000000000
+000100000000000000000000020000000000000000000000000000000000000000000000000000000000000000000000
+010000000000000010000000000000000100000000000000010000000000000000000000000004400000000000000000
+000000000000000002000000030000000100000000000000010000000100000002000000020000000400000005000000
+250000000300000007000000010000000100000028000000000000000000f8bf00000000000004c00000000000000cc0
+000000000000f0ff02000000020000002200000023000000060000000700000001000000000000000101000000000000
+00010000000000000000000000000000000000000000e8bf0100000000000000000000000000c0bf0000000000000000
+03000000000000000000003f000000800000404000000000c3a9000000000000
 """
+
+
+POOLING: Any = {3: "mean"}  # by request
 
 
 def golden_step() -> Step:
@@ -162,7 +166,9 @@ def golden_step() -> Step:
         {"logprob_token_ids": [3]},
     ]
     requests = [
-        Request(id=str(i), prompt_token_ids=[1], params=SamplingParams(**each), seed=i)
+        Request(
+            id=str(i), prompt_token_ids=[1], params=SamplingParams(**each), seed=i, pooling=POOLING.get(i)
+        )
         for i, each in enumerate(options)
     ]
     table = np.zeros((4, TOKENS + 3), np.int64)
@@ -177,8 +183,11 @@ def golden_step() -> Step:
     processed = LogprobColumns(np.array([[-4]], np.float32), np.zeros((1, 0), np.int64), np.array([5]))
     drafts = [DraftRecord(34, 6, "two", True, None, -0.125), DraftRecord(35, 7, "one", True, -0.75, None)]
     extras = {
-        2: HostLogprobs(prompt_logprobs=[LogprobRow([4, 5], [-1.5, -2.5], [7, 1])], drafts=drafts),
-        3: HostLogprobs(logprobs=[LogprobRow([37, 3], [-3.5, -float("inf")], [1, 40])]),
+        2: HostOutput(prompt_logprobs=[LogprobRow([4, 5], [-1.5, -2.5], [7, 1])], drafts=drafts),
+        3: HostOutput(
+            logprobs=[LogprobRow([37, 3], [-3.5, -float("inf")], [1, 40])],
+            embedding=np.array([0.5, -0.0, 3.0], np.float32),
+        ),
     }
     endings = {0: Finish("stop", 32), 1: Finish("error", None, "é"), 3: Finish("length")}
     columns = {LogprobKind.RAW: raw, LogprobKind.PROCESSED: processed}
@@ -189,7 +198,7 @@ def golden_step() -> Step:
 
 def test_frame_bytes_are_pinned() -> None:
     """A failure means that the format changed: VERSION must change with it."""
-    assert VERSION == 2 and HEADER_STRUCT.size == 176
+    assert VERSION == 3 and HEADER_STRUCT.size == 184
     step = golden_step()
     frame = step.frame(5)
     check_same(step, frame, [0, 1, 2, 3])
@@ -240,6 +249,7 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
     "drafts of an unknown entry": ("draft_entry", 12, "draft_entry holds 12"),
     "accepted flag out of range": ("draft_accepted", 2, "draft_accepted holds 2"),
     "draft with an unknown source": ("draft_source", 2, "draft_source holds 2"),
+    "embedding of an unknown entry": ("embedding_entry", 12, "embedding_entry holds 12"),
     "text size mismatch": ("finish_message", 99, "bytes of text, expected"),
     "text that is not UTF-8": ("text", 0xFF, "not UTF-8"),
     "stop token outside the vocabulary": ("finish_stop_token", 97, "finish_stop_token"),

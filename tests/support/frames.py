@@ -12,7 +12,7 @@ import numpy as np
 
 from draftproof.engine.step.step_results import (
     Finish,
-    HostLogprobs,
+    HostOutput,
     LogprobColumns,
     StepResults,
     logprob_kind_of,
@@ -96,17 +96,24 @@ def random_step(
     """Return a random step of `n` requests with up to `k` drafts."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     requests = [
-        Request(id=str(i), prompt_token_ids=[1], params=random_params(rng, vocab), seed=i) for i in range(n)
+        Request(
+            id=str(i),
+            prompt_token_ids=[1],
+            params=random_params(rng, vocab),
+            seed=i,
+            pooling=rng.choice([None, None, None, "last"]),
+        )
+        for i in range(n)
     ]
     sources = sources if k else ()
     table = np.zeros((n, TOKENS + k + 1), np.int64)
     endings: dict[int, Finish] = {}
-    extras: dict[int, HostLogprobs] = {}
+    extras: dict[int, HostOutput] = {}
     picks = {LogprobKind.RAW: 0, LogprobKind.PROCESSED: 0}
     for i, request in enumerate(requests):
         params, line = request.params, table[i]
         in_prompt = rng.random() < 0.1
-        extra = HostLogprobs()
+        extra = HostOutput()
         if params.prompt_logprobs is not None and rng.random() < 0.7:
             extra.prompt_logprobs = random_rows(rng, vocab, rng.randint(1, 4), 1 + params.prompt_logprobs)
         if not in_prompt:
@@ -138,8 +145,10 @@ def random_step(
                     )
                     for j in range(drafted)
                 ]
-        if extra != HostLogprobs():
+        if extra != HostOutput():
             extras[i] = extra
+        if request.pooling is not None and line[NUM_OUT]:
+            extras.setdefault(i, extra).embedding = noise.normal(size=3).astype(np.float32)
     columns = {}
     for kind, count in picks.items():
         if any(logprob_kind_of(r.params, vocab) is kind for r in requests):

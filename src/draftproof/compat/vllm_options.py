@@ -57,6 +57,7 @@ _NO_MEDIA = "only text models are available"
 _FIRST_COME = "requests are scheduled by priority, then by arrival: leave it out"
 _FROM_CHECKPOINT = "the model is built from its own files: change config.json, or leave it out"
 _HUB_LOGIN = "log in with `hf auth login` or set HF_TOKEN"
+_TASKS = "generation and embeddings are available, both from one engine"
 _XGRAMMAR = "structured outputs are compiled by xgrammar: leave it out"
 
 RULES: dict[str, Rule] = {
@@ -102,9 +103,9 @@ RULES: dict[str, Rule] = {
     "reasoning_config": Rule(
         _is_unset, "the markers are those of reasoning_parser, or reasoning_end of structured_outputs"
     ),
-    "runner": Rule(_one_of("auto", "generate"), "only generation is available"),
-    "task": Rule(_one_of("auto", "generate"), "only generation is available"),
-    "convert": Rule(_one_of("auto", "none"), "only generation is available"),
+    "runner": Rule(_one_of("auto", "generate", "pooling"), _TASKS),
+    "task": Rule(_one_of("auto", "generate", "embed", "embedding"), _TASKS),
+    "convert": Rule(_one_of("auto", "none", "embed"), _TASKS),
     "config_format": Rule(_one_of("auto", "hf"), "config.json of Hugging Face or a GGUF file is read"),
     "model_impl": Rule(_one_of("auto"), "models are built in: leave it out"),
     "hf_config_path": Rule(_is_unset, _FROM_CHECKPOINT),
@@ -157,8 +158,28 @@ def translate_values(values: dict[str, Any], default_page_size: int) -> None:
         values["kv_cache_tokens"] = blocks * page_size if isinstance(page_size, int) else blocks
     if values.get("reasoning_parser") == "":
         del values["reasoning_parser"]
+    for key in ("pooler_config", "override_pooler_config"):
+        _translate_pooler(values, values.pop(key, None))
     if "dtype" in values:
         values["dtype"] = _dtype_name(values["dtype"])
+
+
+def _translate_pooler(values: dict[str, Any], given: Any) -> None:
+    """Set the options that a PoolerConfig of vLLM, or a mapping with its fields, describes."""
+    fields = given if isinstance(given, Mapping) else vars(given) if hasattr(given, "__dict__") else None
+    if given is None:
+        return
+    if fields is None:
+        raise ConfigError(f"pooler_config must be a mapping, got {given!r}")
+    names = {"pooling_type": "pooling_type", "normalize": "normalize_embeddings"}
+    for key, value in fields.items():
+        if value is None:
+            continue
+        if key not in names:
+            raise ConfigError(
+                f"pooler_config: {key} is not supported, only {' and '.join(names)}: leave it out"
+            )
+        values[names[key]] = value.lower() if isinstance(value, str) else value
 
 
 def _dtype_name(dtype: Any) -> Any:

@@ -122,7 +122,7 @@ class Engine:
         sequence = Sequence(
             request,
             max_length,
-            draft_limit=limit if self.loop.proposer and speculation.enabled else 0,
+            draft_limit=limit if self.loop.proposer and speculation.enabled and not request.pooling else 0,
             adaptive=adaptive and self._may_adapt(params),
             strategy=self._strategies.by_index.index(self._strategies.for_request(params)),
             logprob_kind=logprob_kind_of(params, vocab),

@@ -24,14 +24,15 @@ from draftproof.engine.fault_recovery import FaultRecovery, StepFault
 from draftproof.engine.invariants import check_step
 from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Busy, Scheduler
-from draftproof.engine.sequence import StepPlan
+from draftproof.engine.sequence import PooledRows, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import grammar_masks
 from draftproof.engine.step.device_step import DeviceStep, PendingStep
 from draftproof.engine.step.host_logprobs import host_logprobs
 from draftproof.engine.step.mask_thread import MaskThread
+from draftproof.engine.step.pooling import pool_rows
 from draftproof.engine.step.step_features import features_of
-from draftproof.engine.step.step_results import GrammarErrors, HostLogprobs, StepResults
+from draftproof.engine.step.step_results import GrammarErrors, HostOutput, StepResults
 from draftproof.errors import DEVICE_ERRORS
 from draftproof.propose import Proposer
 from draftproof.types import ENDED, NUM_OUT, StepFeatures
@@ -206,7 +207,8 @@ class Loop:
 
     def _read_step(self, step: PendingStep) -> StepResults:
         planned, scheduler = step.planned, self.scheduler
-        from_host: dict[int, HostLogprobs] = {}
+        from_host: dict[int, HostOutput] = {}
+        pooled: dict[int, PooledRows] = {}
         try:
             waited, was_ready = time.perf_counter(), step.read.is_ready()
             found = step.tensors.packed.unpack(step.read())
@@ -217,6 +219,7 @@ class Loop:
             if step.waits and scheduler.num_needing_sync and step.computed is not None:
                 lengths = scheduler.mirror.length[planned.slots]
                 from_host = host_logprobs(self.device, step, found, source, lengths, self.sources)
+                pooled = pool_rows(self.device, step, table)
         except DEVICE_ERRORS as error:  # steps queued behind it used its lost results
             lost = [step, *self.pending]
             self.pending.clear()
@@ -226,6 +229,10 @@ class Loop:
         self.release.release_finished(step.number)
         for b, one in from_host.items():
             planned.sequences[b].num_prompt_logprobs += len(one.prompt_logprobs or ())
+        for b, rows in pooled.items():
+            planned.sequences[b].pooled = rows
+            if planned.samples[b]:
+                from_host[b] = HostOutput(embedding=rows.mean())
         is_same = planned.version == scheduler.version  # the running set has not changed since the plan
         is_current = scheduler.settle(planned, table[:, NUM_OUT])
         self._observe(step, table, source, is_current, times)

@@ -7,10 +7,29 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftproof.array_types import Bools, Ints
+from draftproof.array_types import Bools, Floats32, Floats64, Ints
 from draftproof.metrics import RequestStats
 from draftproof.types import LogprobKind, Request
 from draftproof.verify.grammar_guide import GrammarGuide
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledRows:
+    """Sum of hidden rows of a prompt, added one by one in order: no chunk size changes its bits."""
+
+    count: int = 0
+    total: Floats64 = field(default_factory=lambda: np.zeros(0))  # [hidden]; empty without rows
+
+    def plus(self, rows: Floats64) -> PooledRows:
+        """Return the sum after the further rows [n, hidden]."""
+        total = self.total.copy() if self.count else np.zeros(rows.shape[1])
+        for row in rows:
+            total += row
+        return PooledRows(self.count + len(rows), total)
+
+    def mean(self) -> Floats32:
+        """Return the mean of the rows [hidden]."""
+        return (self.total / self.count).astype(np.float32)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +57,7 @@ class Sequence:
     num_failures: int = 0  # consecutive failed steps
     length_at_failure: int = 0  # committed tokens at the last failure
     num_prompt_logprobs: int = 0  # prompt tokens whose logprobs were returned
+    pooled: PooledRows = field(default_factory=PooledRows)
     stats: RequestStats = field(default_factory=RequestStats)
 
     def __post_init__(self) -> None:
@@ -52,6 +72,7 @@ class Sequence:
     def needs_sync(self) -> bool:
         """Return whether the host is needed in every step of the request."""
         has_host_options = self.has_host_processors or self.needs_host_logprobs
+        has_host_options = has_host_options or self.request.pooling is not None
         return has_host_options or self.guide is not None or self.uses_prediction
 
     @property
@@ -72,7 +93,12 @@ class Sequence:
 
     @property
     def cacheable(self) -> int:
-        """Return how many tokens of `ids` may come from the prefix cache: all but the newest."""
+        """Return how many tokens of `ids` may come from the prefix cache: all but the newest.
+
+        Cached tokens have no hidden rows. Tokens whose rows are still needed are computed.
+        """
+        if self.request.pooling == "mean":
+            return self.pooled.count
         return self.num_prompt_logprobs if self.needs_prompt_logprobs else len(self.ids) - 1
 
 
@@ -131,10 +157,19 @@ class StepPlan:
         )
 
     @property
-    def needs_prompt_logprobs(self) -> bool:
-        """Return whether a prompt of the step has prompt logprobs."""
-        chunks = self.chunk.nonzero()[0].tolist()
-        return any(self.sequences[i].request.params.prompt_logprobs is not None for i in chunks)
+    def needs_prompt_rows(self) -> bool:
+        """Return whether the hidden rows of a prompt are read: for prompt logprobs or their mean."""
+        requests = [self.requests[i] for i in self.chunk.nonzero()[0].tolist()]
+        return any(r.params.prompt_logprobs is not None or r.pooling == "mean" for r in requests)
+
+    def chunk_rows(self, entry: int, computed: Ints) -> tuple[int, int, int]:
+        """Return start and end of a chunk in its prompt, and what to add to a position for its row.
+
+        computed [B]: tokens with KV before the step. The end is exclusive.
+        """
+        start = int(computed[entry])
+        rows_before = int((np.maximum(self.chunk, 1) + self.drafts)[:entry].sum())
+        return start, start + int(self.chunk[entry]), rows_before - start
 
     @property
     def num_logits(self) -> int:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from draftproof.config import EngineConfig
 from draftproof.errors import RequestError, nearest
 from draftproof.frontend.engine_client import EngineClient
 from draftproof.frontend.metric_list import Metric, metric_list
+from draftproof.frontend.pooler import Pooler, PoolingParams
 from draftproof.frontend.request_tracker import Job, OnEvents, RequestTracker
 from draftproof.metrics import EngineStats, SpecStats
 from draftproof.sampling_params import MAX_SEED, SamplingParams
@@ -34,6 +36,7 @@ class InputProcessor:
     tokenizer: Tokenizer | None
     tracker: RequestTracker
     default_params = SamplingParams()  # of requests that give none
+    pooler = Pooler()
 
     def _init_seeds(self) -> None:
         """Set the source of seeds; with a configured seed the n-th request gets the same one in every run."""
@@ -110,6 +113,14 @@ class InputProcessor:
         ]
         tokenizer = self.tokenizer if params.detokenize else None
         return Job(job_id, text, ids, requests, tokenizer, on_events, is_prompt_only)
+
+    def new_embedding_job(self, prompt: Prompt, params: PoolingParams, job_id: str) -> Job:
+        """Tokenize a prompt and create the request of its embedding; RequestError if that is not possible."""
+        self.pooler.check(params)
+        job = self.new_job(prompt, params.sampling_params(), job_id)
+        job.requests = [replace(request, pooling=self.pooler.pooling_type) for request in job.requests]
+        job.is_prompt_only = True
+        return job
 
     def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
         """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps."""

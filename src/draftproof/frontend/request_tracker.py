@@ -42,6 +42,7 @@ class Job:
     max_length: int = 0
     outputs: Sequence[BulkOutput | StreamingOutput] = ()  # created when the job is opened
     prompt_logprob_rows: list[LogprobRow] = field(default_factory=list)
+    embedding: NDArray[np.float32] | None = None  # [hidden] of requests with pooling
     request_stats: list[RequestStats] = field(default_factory=list)  # of requests the engine has accepted
     num_finished: int = 0
     rejection: RequestError | EngineClosedError | None = None  # by an engine in another process
@@ -200,6 +201,7 @@ class RequestTracker:
             first_token_seconds=_first(each.first_token_seconds for each in stats),
             strategy=strategy,
             lossless=lossless,
+            embedding=job.embedding,
         )
 
     def step(self, defer_close: bool = False) -> list[Job]:
@@ -214,10 +216,12 @@ class RequestTracker:
         if results.requests != group.requests:
             group = self._group = self._regroup(results.requests)
         matched = self._append_bulk(results, group) if len(group.lines) else []
-        for i, extra in results.host_logprobs.items():
+        for i, extra in results.host_outputs.items():
             job, index = self._jobs[results.requests[i].id]
             if extra.prompt_logprobs is not None and index == 0:
                 job.prompt_logprob_rows.extend(extra.prompt_logprobs)
+            if extra.embedding is not None:
+                job.embedding = extra.embedding
         for i in group.streaming:
             step_output = results[i]
             job, index = self._jobs[step_output.request_id]

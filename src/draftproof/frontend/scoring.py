@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from draftproof.errors import DraftproofError
+from draftproof.errors import RequestFailedError
 from draftproof.outputs import RequestOutput, ScoreOutput
+
+
+def check_finished(result: RequestOutput) -> None:
+    """Raise RequestFailedError unless the prompt of a request without output was computed."""
+    output = result.outputs[0]
+    if output.finish_reason in ("error", "abort"):
+        raise RequestFailedError(output.finish_reason, output.error)
 
 
 def score_output(num_context: int, result: RequestOutput) -> ScoreOutput:
     """Return the score of the tokens after the first `num_context` of a prompt."""
-    if result.outputs[0].error is not None:
-        raise DraftproofError(f"a continuation could not be scored: {result.outputs[0].error}")
+    check_finished(result)
     ids, rows = result.prompt_token_ids, result.prompt_logprobs
     assert rows is not None
     entries = []

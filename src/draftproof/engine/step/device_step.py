@@ -125,7 +125,7 @@ class DeviceStep:
             draft()
             return tensors, None
         logits, usual = self.ops.runtime.bucket(max(1, planned.num_logits)), self.num_output_rows(rows)
-        output_rows = 0 if keep_hidden or planned.needs_prompt_logprobs else usual
+        output_rows = 0 if keep_hidden or planned.needs_prompt_rows else usual
         forward: Callable[[], Tensor] = partial(self._forward_only, rows, output_rows)
         if output_rows == usual:  # other sizes are too rare and too large to be captured during a request
             forward = self.graphs.get(self.forward_task(rows))

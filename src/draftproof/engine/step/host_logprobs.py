@@ -17,7 +17,7 @@ from torch import Tensor
 from draftproof.array_types import Ints
 from draftproof.engine.step.device_step import DeviceStep, PendingStep
 from draftproof.engine.step.result_buffer import HostResults
-from draftproof.engine.step.step_results import HostLogprobs, needs_host_token_logprobs
+from draftproof.engine.step.step_results import HostOutput, needs_host_token_logprobs
 from draftproof.ops import Ops
 from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.sampling_params import top_of
@@ -33,7 +33,7 @@ def host_logprobs(
     source: NDArray[np.int8] | None,
     lengths: Ints,
     names: Sequence[str],
-) -> dict[int, HostLogprobs]:
+) -> dict[int, HostOutput]:
     """Return the logprobs that the host computes, by entry.
 
     source [B, K]: index into `names` of each draft's source. lengths [B]: committed tokens before the step.
@@ -44,7 +44,7 @@ def host_logprobs(
         has_prompt = params.prompt_logprobs is not None and planned.chunk[b] > 0
         if not has_prompt and not sequence.needs_host_logprobs:
             continue
-        entry = HostLogprobs()
+        entry = HostOutput()
         if has_prompt:
             entry.prompt_logprobs = _prompt_logprobs(device, step, b) or None
         if planned.samples[b] and sequence.needs_host_logprobs:
@@ -62,7 +62,7 @@ def host_logprobs(
                 index = [0] * count if source is None else source[b, :count].tolist()
                 drafts_from = [names[n] for n in index]
                 entry.drafts = _draft_records(device.ops, step, results, b, start, drafts_from, logits)
-        if entry != HostLogprobs():
+        if entry != HostOutput():
             found[b] = entry
     return found
 
@@ -99,9 +99,7 @@ def _prompt_logprobs(device: DeviceStep, step: PendingStep, b: int) -> list[Logp
     """Return logprobs of the prompt tokens behind the rows of a chunk: row i predicts token i + 1."""
     planned, sequence = step.planned, step.planned.sequences[b]
     assert step.hidden is not None and step.computed is not None
-    rows = np.maximum(planned.chunk, 1) + planned.drafts
-    start, end = int(step.computed[b]), int(step.computed[b] + planned.chunk[b])
-    offset = int(rows[:b].sum()) - start
+    start, end, offset = planned.chunk_rows(b, step.computed)
     prompt = sequence.request.prompt_token_ids
     start = max(start, sequence.num_prompt_logprobs)  # those before were returned before a preemption
     end = min(end, len(prompt) - 1)

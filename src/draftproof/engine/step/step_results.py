@@ -50,12 +50,13 @@ class LogprobColumns:
 
 
 @dataclass(slots=True)
-class HostLogprobs:
-    """Logprobs of one entry that the host computed; the columns do not hold them."""
+class HostOutput:
+    """Results of one entry that the host computed; the columns do not hold them."""
 
     logprobs: list[LogprobRow] | None = None
     prompt_logprobs: list[LogprobRow] | None = None
     drafts: list[DraftRecord] | None = None
+    embedding: Floats32 | None = None  # [hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class StepResults(Sequence[StepOutput]):
     sources: tuple[str, ...] = ()  # names of the draft sources
     source: NDArray[np.int8] | None = None  # [n, K] index into `sources`; None: all drafts are of the first
     finishes: dict[int, Finish] = field(default_factory=dict)
-    host_logprobs: dict[int, HostLogprobs] = field(default_factory=dict)
+    host_outputs: dict[int, HostOutput] = field(default_factory=dict)
     # Errors that a remote engine reports after `add`, by the id of the first request of a prompt.
     refused: dict[str, RequestError | EngineClosedError] = field(default_factory=dict)
 
@@ -103,7 +104,7 @@ class StepResults(Sequence[StepOutput]):
             sources=self.sources,
             source=None if self.source is None else self.source[at],
             finishes={place[b]: finish for b, finish in self.finishes.items()},
-            host_logprobs={place[b]: one for b, one in self.host_logprobs.items() if b in place},
+            host_outputs={place[b]: one for b, one in self.host_outputs.items() if b in place},
         )
 
     @cached_property
@@ -125,7 +126,7 @@ class StepResults(Sequence[StepOutput]):
 
     def _output(self, i: int) -> StepOutput:
         request, line = self.requests[i], self._lines[i]
-        extra, finish = self.host_logprobs.get(i), self.finishes.get(i)
+        extra, finish = self.host_outputs.get(i), self.finishes.get(i)
         accepted = line[NUM_ACCEPTED]
         return StepOutput(
             request_id=request.id,
@@ -140,6 +141,7 @@ class StepResults(Sequence[StepOutput]):
             stop_reason=finish.stop if finish else None,
             error=finish.error if finish else None,
             is_predicted=bool(request.prediction_ids) and self._is_predicted(i),
+            embedding=extra.embedding if extra else None,
         )
 
     def sources_of(self, i: int, count: int) -> list[str]:
@@ -152,7 +154,7 @@ class StepResults(Sequence[StepOutput]):
         """Return whether the drafts of request i are from its prediction."""
         return self._lines[i][NUM_DRAFT] > 0 and self.sources_of(i, 1) == [PREDICTION_SOURCE]
 
-    def _logprobs(self, i: int, extra: HostLogprobs | None) -> list[LogprobRow] | None:
+    def _logprobs(self, i: int, extra: HostOutput | None) -> list[LogprobRow] | None:
         params = self.requests[i].params
         if extra is not None and extra.logprobs is not None:
             return extra.logprobs

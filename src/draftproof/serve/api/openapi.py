@@ -27,6 +27,12 @@ from draftproof.serve.api.generation.response_schema import (
     TokenizerInfo,
     Version,
 )
+from draftproof.serve.api.pooling.schema import (
+    EmbeddingRequest,
+    EmbeddingResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from draftproof.serve.http.errors import ErrorResponse
 
 _ERRORS = {
@@ -45,6 +51,8 @@ _ERRORS = {
 POSTS: dict[str, tuple[str, type[Any], type[Any]]] = {
     "/v1/completions": ("Continue prompts.", CompletionRequest, CompletionResponse),
     "/v1/chat/completions": ("Continue a conversation.", ChatCompletionRequest, ChatCompletionResponse),
+    "/v1/embeddings": ("Embeddings of texts.", EmbeddingRequest, EmbeddingResponse),
+    "/v1/score": ("Log-likelihoods of continuations.", ScoreRequest, ScoreResponse),
     "/tokenize": ("Tokenize a prompt or a conversation.", TokenizeRequest, TokenizeResponse),
     "/detokenize": ("Detokenize.", DetokenizeRequest, DetokenizeResponse),
 }
@@ -57,6 +65,13 @@ GETS: dict[str, tuple[str, type[Any] | None]] = {
     "/health": ("State of the engine.", Health),
     "/metrics": ("Metrics for Prometheus.", None),
 }
+# options that hold texts or token ids, one or several
+PROMPT_OPTIONS = (
+    ("CompletionRequest", "prompt"),
+    ("EmbeddingRequest", "input"),
+    ("ScoreRequest", "text_1"),
+    ("ScoreRequest", "text_2"),
+)
 CONVERSATION_FIELDS = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 CONVERSATION_FIELDS |= {"tools"}
 
@@ -105,8 +120,9 @@ def _specialize(
     ids = {"type": "array", "items": token_id, "minItems": 1}
     text = {"type": "string"} if allows_empty_prompt else {"type": "string", "minLength": 1}
     several = [{"type": "array", "items": item, "minItems": 1} for item in (text, ids)]
-    components["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [text, ids, *several]}
-    for name in ("CompletionRequest", "ChatCompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
+    for name, option in PROMPT_OPTIONS:
+        components[name]["properties"][option] = {"anyOf": [text, ids, *several]}
+    for name in (body.__name__ for _, body, _ in POSTS.values()):
         components[name]["properties"]["model"] = {"enum": [*models, None], "default": None}
     for name in ("TextPart", "Prediction"):
         components[name]["required"].remove("type")  # it has a single value

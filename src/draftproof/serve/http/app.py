@@ -18,6 +18,7 @@ from draftproof.serve.api.generation.handler import CompletionHandler
 from draftproof.serve.api.generation.route import ChatRoute, CompletionRoute
 from draftproof.serve.api.info_routes import Endpoint, InfoRoutes
 from draftproof.serve.api.metrics import ServerMetrics
+from draftproof.serve.api.pooling.handler import PoolingRoutes
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.middleware import RequestMiddleware
 from draftproof.serve.http.request_guard import OpenRequestCounts, RequestGuard
@@ -45,6 +46,9 @@ def create_app(
     routes = InfoRoutes(llm, settings, guard, metrics, completions, names).routes()
     routes["/v1/completions"] = "POST", partial(completions, route=CompletionRoute())
     routes["/v1/chat/completions"] = "POST", partial(completions, route=ChatRoute())
+    pooling = PoolingRoutes(llm, settings, guard, metrics, completions)
+    routes["/v1/embeddings"] = "POST", pooling.embeddings
+    routes["/v1/score"] = "POST", pooling.score
     app = FastAPI(title="Draftproof", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.guard, app.state.metrics = guard, metrics
     for path, (method, handler) in routes.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
@@ -53,6 +53,16 @@ async def in_thread_if(is_large: bool, call: Callable[[], T], pool: Executor | N
     if not is_large:
         return call()
     return await asyncio.get_running_loop().run_in_executor(pool, call)
+
+
+async def gather(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Await several results; if one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def send_body(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from draftproof.engine.step.step_results import (
     Finish,
-    HostLogprobs,
+    HostOutput,
     LogprobColumns,
     StepResults,
     logprob_kind_of,
@@ -60,7 +60,7 @@ class DecodedFrame:
     source: NDArray[np.int8] | None  # [n, K]
     finished: dict[int, FinishedEntry]  # by entry
     stats: list[tuple[int, RequestStats]]  # (entry, statistics)
-    extras: dict[int, HostLogprobs] = field(default_factory=dict)  # by entry
+    extras: dict[int, HostOutput] = field(default_factory=dict)  # by entry
 
     def engine_stats(self, timings: Timings) -> EngineStats:
         """Return the engine statistics of the header, with `timings`."""
@@ -76,11 +76,15 @@ def decode_frame(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Decoded
     if header.draft_sources:
         source = np.zeros((header.requests, bounds.max_drafts), np.int8)
         source[np.arange(bounds.max_drafts) < table[:, NUM_DRAFT, None]] = columns["source"]
-    extras: dict[int, HostLogprobs] = {}
+    extras: dict[int, HostOutput] = {}
     if header.sets:
         _decode_row_sets(columns, extras)
     if header.drafts:
         _decode_drafts(columns, extras, sources)
+    if header.embeddings:
+        values = columns["embedding_value"].reshape(header.embeddings, header.embedding_size)
+        for entry, vector in zip(columns["embedding_entry"].tolist(), values, strict=True):
+            extras.setdefault(entry, HostOutput()).embedding = vector
     return DecodedFrame(
         header=header,
         handles=columns["handle"].tolist(),
@@ -105,6 +109,7 @@ class ReceivedGroup:
     max_top: dict[LogprobKind, int]  # largest number of top tokens, by logprob kind
     host_logprobs: list[int]  # indices of requests whose logprobs come as row sets
     wants_drafts: list[int]  # indices of requests with include_draft_logprobs
+    wants_embedding: list[int]  # indices of requests with pooling
 
     @classmethod
     def build(cls, handles: list[int], known: Mapping[int, Request], vocab: int) -> ReceivedGroup:
@@ -127,6 +132,7 @@ class ReceivedGroup:
             max_top=max_top,
             host_logprobs=[i for i, request in pairs if needs_host_token_logprobs(request.params, vocab)],
             wants_drafts=[i for i, request in pairs if request.params.include_draft_logprobs],
+            wants_embedding=[i for i, request in pairs if request.pooling is not None],
         )
 
     def check(self, frame: DecodedFrame) -> None:
@@ -139,8 +145,12 @@ class ReceivedGroup:
             extra = frame.extras.get(i)
             has_rows = extra is not None and extra.logprobs is not None
             matches = matches and (not frame.table[i, NUM_OUT] or has_rows)
+        for i in self.wants_embedding:
+            extra = frame.extras.get(i)
+            has_embedding = extra is not None and extra.embedding is not None
+            matches = matches and (not frame.table[i, NUM_OUT] or has_embedding)
         if not matches:
-            raise FrameError("the logprobs differ from the requested ones")
+            raise FrameError("the logprobs or embeddings differ from the requested ones")
 
 
 def to_step_results(
@@ -159,7 +169,7 @@ def to_step_results(
     }
     for i in group.wants_drafts:  # a step without drafts yields an empty list, not None
         if table[i, NUM_OUT] or i in endings:
-            extra = extras.setdefault(i, HostLogprobs())
+            extra = extras.setdefault(i, HostOutput())
             extra.drafts = extra.drafts or []
     at = group.at
     if len(at) < len(group.handles):
@@ -234,7 +244,7 @@ def _decode_stats(columns: Columns) -> list[tuple[int, RequestStats]]:
     ]
 
 
-def _decode_row_sets(columns: Columns, extras: dict[int, HostLogprobs]) -> None:
+def _decode_row_sets(columns: Columns, extras: dict[int, HostOutput]) -> None:
     ids, values, ranks = (columns[f"cell_{name}"].tolist() for name in ("id", "value", "rank"))
     widths, first, row = columns["row_width"].tolist(), 0, 0
     for entry, kind, length in _lists(columns, "set", "entry", "kind", "length"):
@@ -244,14 +254,14 @@ def _decode_row_sets(columns: Columns, extras: dict[int, HostLogprobs]) -> None:
             rows.append(LogprobRow(ids[first:end], values[first:end], ranks[first:end]))
             first = end
         row += length
-        extra = extras.setdefault(entry, HostLogprobs())
+        extra = extras.setdefault(entry, HostOutput())
         if kind == RowSetKind.PROMPT:
             extra.prompt_logprobs = rows
         else:
             extra.logprobs = rows
 
 
-def _decode_drafts(columns: Columns, extras: dict[int, HostLogprobs], sources: Sequence[str]) -> None:
+def _decode_drafts(columns: Columns, extras: dict[int, HostOutput], sources: Sequence[str]) -> None:
     names, optional = (
         ("entry", "token", "position", "source", "accepted"),
         ("draft_logprob", "target_logprob"),
@@ -259,6 +269,6 @@ def _decode_drafts(columns: Columns, extras: dict[int, HostLogprobs], sources: S
     for entry, token, position, source, accepted, *logprobs in _lists(
         columns, "draft", *names, optional=optional
     ):
-        extra = extras.setdefault(entry, HostLogprobs())
+        extra = extras.setdefault(entry, HostOutput())
         extra.drafts = extra.drafts or []
         extra.drafts.append(DraftRecord(token, position, sources[source], bool(accepted), *logprobs))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.step_results import HostLogprobs, StepResults
+from draftproof.engine.step.step_results import HostOutput, StepResults
 from draftproof.metrics import EngineStats, RequestStats
 from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.serve.ipc.frame import (
@@ -112,7 +112,7 @@ def encode_step(
         counts["draft_sources"] = len(columns["source"])
     if group.max_top:
         _add_logprob_blocks(columns, counts, results, group, owner, table[owner, PICK] + place)
-    if results.finishes or results.host_logprobs:
+    if results.finishes or results.host_outputs:
         index = None if group.at is None else {b: i for i, b in enumerate(group.at.tolist())}
         endings = _select(results.finishes, index)
         if endings:
@@ -121,7 +121,7 @@ def encode_step(
             entries = sorted(endings)
             stops, errors = [endings[i].stop for i in entries], [endings[i].error for i in entries]
             _add_finishes(columns, counts, entries, stops, errors, [None] * len(entries))
-        _add_extras(columns, counts, _select(results.host_logprobs, index), results.sources)
+        _add_extras(columns, counts, _select(results.host_outputs, index), results.sources)
     _add_stats(columns, counts, list(new_stats))
     return pack(engine.header(sequence, **counts), columns)
 
@@ -218,9 +218,9 @@ def _add_finishes(
 
 
 def _add_extras(
-    columns: Arrays, counts: dict[str, int], extras: dict[int, HostLogprobs], sources: Sequence[str]
+    columns: Arrays, counts: dict[str, int], extras: dict[int, HostOutput], sources: Sequence[str]
 ) -> None:
-    """Add logprobs that the host computed, and drafts."""
+    """Add logprobs and embeddings that the host computed, and drafts."""
     sets: list[tuple[int, RowSetKind, list[LogprobRow]]] = []
     drafts: list[tuple[int, DraftRecord]] = []
     for i in sorted(extras):
@@ -229,6 +229,11 @@ def _add_extras(
             if rows is not None:
                 sets.append((i, kind, rows))
         drafts += [(i, record) for record in extra.drafts or ()]
+    vectors = {i: extras[i].embedding for i in sorted(extras) if extras[i].embedding is not None}
+    if vectors:
+        columns["embedding_entry"] = np.array(list(vectors))
+        columns["embedding_value"] = values = np.array(list(vectors.values()), np.float32)
+        counts["embeddings"], counts["embedding_size"] = values.shape
     if sets:
         _add_row_sets(columns, counts, sets)
     if drafts:

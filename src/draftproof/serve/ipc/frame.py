@@ -25,7 +25,7 @@ from draftproof.outputs import FinishReason
 from draftproof.types import LogprobKind
 
 MAGIC = b"DPRF"
-VERSION = 2
+VERSION = 3
 Columns = Mapping[str, NDArray[Any]]
 
 
@@ -88,12 +88,14 @@ class Header(NamedTuple):
     set_rows: int = 0
     set_cells: int = 0
     drafts: int = 0
+    embeddings: int = 0
+    embedding_size: int = 0  # hidden size of the model; 0: no embeddings
     text_bytes: int = 0
 
 
 STATS_FIELDS = slice(5, 13)  # fields of the header that are fields of metrics.EngineStats
 # magic, checksum of all that follows, version, kind, then the header with the size after its first field
-HEADER_STRUCT = struct.Struct("<4sIHHIQQQdd8Q14I")
+HEADER_STRUCT = struct.Struct("<4sIHHIQQQdd8Q16I")
 CHECKSUM_START_BYTE = 8  # offset of the first byte that the checksum covers
 FRAME_KIND = 1  # the only kind so far
 
@@ -145,6 +147,8 @@ COLUMNS: tuple[tuple[str, np.dtype[Any], str], ...] = (
     ("draft_draft_logprob", F8, "drafts"),
     ("draft_has_target_logprob", U1, "drafts"),
     ("draft_target_logprob", F8, "drafts"),
+    ("embedding_entry", U4, "embeddings"),  # indices of the requests with an embedding, ascending
+    ("embedding_value", F4, "embedding_values"),  # [embeddings, embedding_size]
     ("text", U1, "text_bytes"),  # UTF-8
 )
 _EMPTY_COLUMNS = {name: np.zeros(0, dtype) for name, dtype, _ in COLUMNS}
@@ -178,6 +182,7 @@ def _counts(header: Header) -> dict[str, int]:
         rows, columns = counts[f"{kind}_rows"], counts[f"{kind}_columns"]
         counts[f"{kind}_values"] = rows * columns
         counts[f"{kind}_ids"] = rows * max(columns - 1, 0)
+    counts["embedding_values"] = header.embeddings * header.embedding_size
     return counts
 
 
@@ -230,6 +235,8 @@ def unpack(data: bytes, bounds: Bounds) -> tuple[Header, dict[str, NDArray[Any]]
         _check_sets(header, found, bounds)
     if header.drafts:
         _check_drafts(header, found, bounds)
+    if header.embeddings or header.embedding_size:
+        _check_embeddings(header, found)
     return header, found
 
 
@@ -355,3 +362,11 @@ def _check_drafts(header: Header, found: Columns, bounds: Bounds) -> None:
     _check_below("draft_source", found, bounds.num_sources)
     for name in ("accepted", "has_draft_logprob", "has_target_logprob"):
         _check_below(f"draft_{name}", found, 2)
+
+
+def _check_embeddings(header: Header, found: Columns) -> None:
+    _require(header.embeddings and header.embedding_size, "embeddings without values, or values without one")
+    _check_below("embedding_entry", found, header.requests)
+    _require(
+        (np.diff(found["embedding_entry"].astype(np.int64)) > 0).all(), "embedding_entry is not ascending"
+    )

@@ -14,11 +14,12 @@ import msgspec
 
 from draftproof.engine.validation import Limits
 from draftproof.errors import RequestError
+from draftproof.frontend.pooler import Pooler
 from draftproof.metrics import Timings
 from draftproof.sampling_params import MAX_SEED, SamplingParams, SpeculativeParams
 from draftproof.serve.ipc.frame import VERSION
 from draftproof.structured_outputs import StructuredOutputs
-from draftproof.types import Request
+from draftproof.types import PoolingType, Request
 from draftproof.verify.guarantee import StrategyGuarantees
 
 # first bytes of a message of the worker; a frame begins with frame.MAGIC
@@ -55,6 +56,7 @@ class RequestBody(msgspec.Struct, array_like=True, frozen=True):
     bad_words: list[list[int]]
     prediction: list[int]
     eos: list[int]
+    pooling: PoolingType | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -69,6 +71,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     strategies: StrategyGuarantees
     eos_token_ids: tuple[int, ...]
     tokenizer: str | None  # a folder or file
+    default_params: dict[str, Any]  # `changed_params` of requests that give no options
+    pooler: Pooler
     description: str
 
 
@@ -101,6 +105,7 @@ def encode_body(request: Request) -> bytes:
                 bad_words=[list(word) for word in request.bad_word_ids],
                 prediction=list(request.prediction_ids),
                 eos=list(request.eos_token_ids),
+                pooling=request.pooling,
             )
         )
     except (TypeError, ValueError, OverflowError) as error:  # an integer beyond 64 bits, invalid Unicode
@@ -152,6 +157,7 @@ def build_requests(
             prediction_ids=body.prediction,
             eos_token_ids=body.eos,
             grammar=grammar,
+            pooling=body.pooling,
         )
         for i, seed in enumerate(add.seeds)
     ]

@@ -34,7 +34,7 @@ from draftproof.serve.api.generation.response_builder import ResponseBuilder, ge
 from draftproof.serve.api.generation.route import EventEncoder, GenerationRoute
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.errors import ApiError, to_api_error
-from draftproof.serve.http.io import ResponseStream, in_thread_if, read_json, send_body, send_error
+from draftproof.serve.http.io import ResponseStream, gather, in_thread_if, read_json, send_body, send_error
 from draftproof.serve.http.request_guard import ClientDisconnected, ClientMonitor, RequestGuard
 from draftproof.serve.http.request_log import LOGGER, RequestRecord
 from draftproof.serve.http.sse import GenerationFailed
@@ -149,11 +149,11 @@ class CompletionHandler:
             self._llm.generate({"prompt_token_ids": prompt.ids}, parsed.params, request_id=f"{record.id}/{p}")
             for p, prompt in enumerate(parsed.prompts)
         ]
-        outputs = [await calls[0]] if len(calls) == 1 else await _gather(calls)
+        outputs = [await calls[0]] if len(calls) == 1 else await gather(calls)
         for output in outputs:
             for each in output.outputs:
                 if each.finish_reason in ("error", "abort"):
-                    raise self._generation_error(each.finish_reason, each.error)
+                    raise self.generation_error(each.finish_reason, each.error)
         is_large = builder.parsed.num_logprob_entries > MAX_INLINE_LOGPROBS
         data = await in_thread_if(is_large, lambda: msgspec.json.encode(builder.whole(outputs)))
         client.done = True
@@ -161,7 +161,8 @@ class CompletionHandler:
         await send_body(response.send, data)
         return outputs
 
-    def _generation_error(self, reason: str | None, error: str | None) -> ApiError:
+    def generation_error(self, reason: str | None, error: str | None) -> ApiError:
+        """Return the HTTP error of a request that failed or was aborted."""
         worker = self._llm.worker_status()
         worker_lost = self._llm.dead or (worker is not None and worker.state != "ready")
         return generation_error(reason, error, worker_lost)
@@ -201,7 +202,7 @@ class CompletionHandler:
                         await response.write(bytes(out))
                         client.sending_since = None
                     if failure is not None:
-                        raise self._generation_error(failure.reason, failure.error)
+                        raise self.generation_error(failure.reason, failure.error)
         finally:
             for stream in streams:
                 await stream.aclose()
@@ -269,16 +270,6 @@ class _StreamOpening:
         self.done = True
         encoder.open(out, self._p, rows)
         return self._buffered
-
-
-async def _gather(calls: Sequence[Any]) -> list[RequestOutput]:
-    """Await the outputs of several prompts; if one fails, the others are cancelled."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _batches(streams: Sequence[Any]) -> AsyncGenerator[Batch]:

@@ -111,18 +111,35 @@ class PromptParser:
         if not isinstance(body.prompt, str) and len(body.prompt) > limit:
             text = f"prompt: {len(body.prompt)} items, and the maximum is {limit}"
             raise ApiError(400, text, "prompt", TOO_LONG if type(body.prompt[0]) is int else None)
-        prompts = _prompt_list(body.prompt)
+        prompts = prompt_list(body.prompt)
         num_choices = len(prompts) * n
         if num_choices > self._settings.max_choices:
             text = f"prompt: {len(prompts)} prompts with n={n} are {num_choices} choices, and the maximum is "
             raise ApiError(400, f"{text}{self._settings.max_choices}", "prompt")
+        return await self.tokenized(prompts, special)
+
+    async def tokenized(
+        self, prompts: list[Any], add_special_tokens: bool, name: str = "prompt", keep_last: int | None = None
+    ) -> list[ParsedPrompt]:
+        """Return texts and lists of token ids as prompts within the limits.
+
+        `name`: the option that has them. `keep_last`: cut longer prompts to so many tokens.
+        """
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        parse = partial(self._tokenize, prompts, add_special_tokens, name, keep_last)
+        return await in_thread_if(size > LONG_TEXT_CHARACTERS, parse)
+
+    def _tokenize(
+        self, prompts: list[Any], add_special_tokens: bool, name: str, keep_last: int | None
+    ) -> list[ParsedPrompt]:
         parsed = []
         for prompt in prompts:
+            text, ids = None, prompt
             if isinstance(prompt, str):
-                parsed.append(ParsedPrompt(await self.encode(prompt, special), prompt))
-            else:
-                parsed.append(ParsedPrompt(prompt))
-            self.check_length(parsed[-1])
+                self.check_characters(len(prompt), name)
+                text, ids = prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            parsed.append(ParsedPrompt(ids if keep_last is None else ids[-keep_last:], text))
+            self.check_length(parsed[-1], name)
         return parsed
 
     def check_characters(self, size: int, name: str, max_tokens: int | None = None) -> None:
@@ -139,17 +156,17 @@ class PromptParser:
             raise ApiError(400, f"the prompt has {count} tokens, and the maximum is {limit}", name, TOO_LONG)
         vocab = limits.vocab_size
         if prompt.text is None and prompt.ids and max(prompt.ids) >= vocab:
-            text = f"prompt: token id {max(prompt.ids)} is outside the vocabulary 0..{vocab - 1}"
-            raise ApiError(400, text, "prompt")
+            text = f"{name}: token id {max(prompt.ids)} is outside the vocabulary 0..{vocab - 1}"
+            raise ApiError(400, text, name)
 
 
-def _prompt_list(prompt: Any) -> list[Any]:
+def prompt_list(prompt: Any, name: str = "prompt") -> list[Any]:
     """Return one or several prompts as a list of texts or of token id lists."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
     if len(kinds) > 1:
-        raise ApiError(400, "prompt: texts, token ids and lists of token ids cannot be mixed", "prompt")
+        raise ApiError(400, f"{name}: texts, token ids and lists of token ids cannot be mixed", name)
     return [prompt] if kinds == {int} else list(prompt)
 
 

@@ -133,10 +133,7 @@ class RequestParser:
             for name in ("stream_options", "stream_granularity"):
                 if getattr(body, name) is not None:
                     raise ApiError(400, f"{name} needs stream: true", name)
-        limit = self._settings.max_priority
-        if abs(body.priority or 0) > limit:
-            text = f"the range of this server is {-limit}..{limit}; its operator can raise --max-priority"
-            raise ApiError(400, f"priority: {text}", "priority")
+        check_priority(body, self._settings)
         self._check_logprobs("prompt_logprobs", body.prompt_logprobs)
         self._check_logprobs("logprob_token_ids", len(body.logprob_token_ids or ()))
         return n
@@ -173,7 +170,8 @@ class RequestParser:
             given["speculative"] = speculative
         if body.logit_bias is not None:
             given["logit_bias"] = {int(key): value for key, value in body.logit_bias.items()}
-        if (salt := _cache_salt(body, None if self._settings.share_prefix_cache else key)) is not None:
+        key_salt = None if self._settings.share_prefix_cache else key
+        if (salt := cache_salt(body.cache_salt, key_salt, body.prompt_cache_key)) is not None:
             given["cache_salt"] = salt
         structure, option = _structure(body)
         if "structured_outputs" in more:
@@ -232,14 +230,22 @@ def _structure(body: schema.GenerationRequest) -> tuple[dict[str, Any] | None, s
     return None, "structured_outputs"
 
 
-def _cache_salt(body: schema.GenerationRequest, key: str | None) -> str | None:
+def cache_salt(salt: str | None, key: str | None, cache_key: str | None = None) -> str | None:
     """Return the salt of the request's cached prefixes and of the pool of earlier outputs.
 
     It depends on the API key, because cached_tokens and times show whether a prefix is cached.
     """
-    if key in (None, NO_KEY) and not body.prompt_cache_key:
-        return body.cache_salt
-    return json.dumps([key, body.cache_salt, body.prompt_cache_key])
+    if key in (None, NO_KEY) and not cache_key:
+        return salt
+    return json.dumps([key, salt, cache_key])
+
+
+def check_priority(body: schema.EngineRequest, settings: Settings) -> None:
+    """Reject a priority outside the range of the server."""
+    limit = settings.max_priority
+    if abs(body.priority or 0) > limit:
+        text = f"the range of this server is {-limit}..{limit}; its operator can raise --max-priority"
+        raise ApiError(400, f"priority: {text}", "priority")
 
 
 def _tool_params(tools: ToolOptions | None) -> dict[str, Any]:

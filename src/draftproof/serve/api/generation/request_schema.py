@@ -106,10 +106,18 @@ class SchemaJson(Strict, kw_only=True, tag_field="type", tag="json_schema"):
 ResponseFormat = FreeText | AnyJson | SchemaJson
 
 
-class SamplingRequest(Strict, kw_only=True):
-    """Options of every route that generates."""
+class EngineRequest(Strict, kw_only=True):
+    """Options of every route that runs the model."""
 
     model: str | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    request_id: Name | None = None
+
+
+class SamplingRequest(EngineRequest, kw_only=True):
+    """Options of every route that generates."""
+
     temperature: Annotated[float, Meta(ge=0, le=MAX_VALUE)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
@@ -129,9 +137,6 @@ class SamplingRequest(Strict, kw_only=True):
     structured_outputs: Structure | None = None
     thinking_token_budget: Count | None = None
     stream: bool | None = None
-    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    request_id: Name | None = None
     return_token_ids: bool | None = None
     # extensions of this server
     speculative: bool | Speculative | None = None
