@@ -73,6 +73,8 @@ def _add_server_options(group: Any) -> None:
     add("--vllm-metrics", action="store_true", help="export the speculation counters under vllm: as well")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--log-file", metavar="FILE", help="file for JSON log lines (default: standard error)")
+    text = "responses of one API key kept for previous_response_id; 0: none (default: 1000, or 0 with N > 1)"
+    add("--max-stored-responses", type=int, metavar="N", help=text)
     text = "format of tool calls, such as hermes (default: that of the chat template)"
     add("--tool-call-parser", metavar="NAME", help=text)
     add("--log-prompts", action="store_true", help="include prompts in the log")
@@ -89,6 +91,7 @@ def _add_limits(group: Any) -> None:
         ("max_concurrent", int, "requests at once, over all processes"),
         ("max_concurrent_per_key", int, "requests of one API key at once, over all processes"),
         ("max_priority", int, "largest absolute `priority` of a request; 0: none is accepted"),
+        ("max_stored_bytes", int, "bytes of the stored responses of one API key"),
         ("request_seconds", float, "seconds from a request to the end of its response"),
         ("body_seconds", float, "seconds for a body to arrive"),
         ("stall_seconds", float, "seconds that a client may leave its response unread"),
@@ -154,6 +157,12 @@ def read_settings(options: argparse.Namespace) -> Settings:
     }
     same = {f.name for f in fields(Settings)} - {"api_keys", *lists}
     given = {name: getattr(options, name) for name in same}
+    if options.server_processes > 1:  # each process would have a store of its own
+        if options.max_stored_responses:
+            raise ConfigError("--max-stored-responses needs --server-processes 1: the store is in its memory")
+        given["max_stored_responses"] = 0
+    elif options.max_stored_responses is None:
+        del given["max_stored_responses"]
     return Settings(api_keys=read_keys(options.api_key_file), **lists, **given)
 
 

@@ -47,6 +47,8 @@ class Settings:
     log_prompts: bool = False
     share_prefix_cache: bool = False  # between API keys
     max_priority: int = 0  # requests may have a priority from -max_priority to max_priority
+    max_stored_responses: int = 1000  # of one API key, for previous_response_id; 0: none are stored
+    max_stored_bytes: int = 32 << 20  # of the stored responses of one API key
     tool_call_parser: str | None = None  # format of tool calls; None: that of the chat template
 
     def __post_init__(self) -> None:
@@ -58,6 +60,10 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("max_stored_responses", "max_stored_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")
         if isinstance(self.max_priority, bool) or not 0 <= self.max_priority < 1 << 31:
             raise ConfigError(f"max_priority must lie in 0..2**31 - 1, got {self.max_priority!r}")
         if self.tool_call_parser is not None:

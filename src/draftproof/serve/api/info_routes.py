@@ -16,7 +16,7 @@ from draftproof.serve.api.generation.handler import CompletionHandler
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.api.openapi import document
 from draftproof.serve.api.token_routes import TokenRoutes
-from draftproof.serve.http.errors import to_api_error
+from draftproof.serve.http.errors import in_form_of, to_api_error
 from draftproof.serve.http.io import send_body, send_error, send_json
 from draftproof.serve.http.request_guard import ClientDisconnected, RequestGuard
 from draftproof.serve.settings import Settings
@@ -120,4 +120,4 @@ class Endpoint:
             api_error = to_api_error(error)
             if api_error.status == 500:
                 raise
-            await send_error(send, api_error)
+            await send_error(send, in_form_of(scope["path"], api_error))

@@ -13,7 +13,7 @@ from draftproof.serve.api.generation.request_schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
+    SamplingRequest,
     TokenizeRequest,
 )
 from draftproof.serve.api.generation.response_schema import (
@@ -33,7 +33,11 @@ from draftproof.serve.api.pooling.schema import (
     ScoreRequest,
     ScoreResponse,
 )
-from draftproof.serve.http.errors import ErrorResponse
+from draftproof.serve.api.messages.request_schema import CountTokensRequest, MessagesRequest
+from draftproof.serve.api.messages.response_schema import MessageResponse, TokenCount
+from draftproof.serve.api.responses.request_schema import ResponseRequest
+from draftproof.serve.api.responses.response_schema import DeletedResponse, ResponseObject
+from draftproof.serve.http.errors import MESSAGES_PATH, ErrorResponse, MessageErrorResponse
 
 _ERRORS = {
     "400": "Invalid request; `param` names the option.",
@@ -53,6 +57,9 @@ POSTS: dict[str, tuple[str, type[Any], type[Any]]] = {
     "/v1/chat/completions": ("Continue a conversation.", ChatCompletionRequest, ChatCompletionResponse),
     "/v1/embeddings": ("Embeddings of texts.", EmbeddingRequest, EmbeddingResponse),
     "/v1/score": ("Log-likelihoods of continuations.", ScoreRequest, ScoreResponse),
+    "/v1/responses": ("Create a response.", ResponseRequest, ResponseObject),
+    "/v1/messages": ("Create a message.", MessagesRequest, MessageResponse),
+    "/v1/messages/count_tokens": ("Count the tokens of a message.", CountTokensRequest, TokenCount),
     "/tokenize": ("Tokenize a prompt or a conversation.", TokenizeRequest, TokenizeResponse),
     "/detokenize": ("Detokenize.", DetokenizeRequest, DetokenizeResponse),
 }
@@ -61,6 +68,7 @@ GETS: dict[str, tuple[str, type[Any] | None]] = {
     "/v1/models": ("List the models.", ModelList),
     "/version": ("Version and engine.", Version),
     "/v1/models/{model}": ("Describe a model.", ModelCard),
+    "/v1/responses/{id}": ("Return a stored response.", ResponseObject),
     "/tokenizer_info": ("Describe the tokenizer.", TokenizerInfo),
     "/health": ("State of the engine.", Health),
     "/metrics": ("Metrics for Prometheus.", None),
@@ -80,19 +88,27 @@ def document(
     models: Sequence[str], limits: Limits, allows_empty_prompt: bool, needs_key: bool
 ) -> dict[str, Any]:
     """Build the document. `allows_empty_prompt`: the tokenizer adds tokens to an empty text."""
-    kinds: list[Any] = [ErrorResponse, Health]
+    kinds: list[Any] = [ErrorResponse, MessageErrorResponse, Health, DeletedResponse]
     kinds += [each for _, body, response in POSTS.values() for each in (body, response)]
     kinds += [ModelList, TokenizerInfo, Version]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     _specialize(components, models, limits, allows_empty_prompt)
     paths: dict[str, Any] = {}
     for path, (text, body, response) in POSTS.items():
-        paths[path] = {"post": _operation(text, response, body)}
+        error = MessageErrorResponse if path.startswith(MESSAGES_PATH) else ErrorResponse
+        paths[path] = {"post": _operation(text, response, body, error)}
     for path, (text, kind) in GETS.items():
         paths[path] = {"get": _operation(text, kind)}
     paths["/v1/models/{model}"]["get"]["parameters"] = [
         {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": list(models)}}
     ]
+    stored = paths["/v1/responses/{id}"]
+    stored["delete"] = _operation("Delete a stored response.", DeletedResponse)
+    for operation in stored.values():
+        operation["parameters"] = [
+            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+        operation["responses"]["400"] = _content("No responses are stored.", "ErrorResponse")
     paths["/health"]["get"]["responses"]["503"] = _content("Requests are not served.", "Health")
     result: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -102,7 +118,14 @@ def document(
     }
     if needs_key:
         result["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        for path in (*POSTS, "/v1/models", "/v1/models/{model}", "/tokenizer_info", "/metrics"):
+        for path in (
+            *POSTS,
+            "/v1/responses/{id}",
+            "/v1/models",
+            "/v1/models/{model}",
+            "/tokenizer_info",
+            "/metrics",
+        ):
             for operation in paths[path].values():
                 operation["security"] = [{"key": []}]
     return result
@@ -124,7 +147,7 @@ def _specialize(
         components[name]["properties"][option] = {"anyOf": [text, ids, *several]}
     for name in (body.__name__ for _, body, _ in POSTS.values()):
         components[name]["properties"]["model"] = {"enum": [*models, None], "default": None}
-    for name in ("TextPart", "Prediction"):
+    for name in ("TextPart", "Prediction", "SummaryText"):
         components[name]["required"].remove("type")  # it has a single value
     whole = components["TokenizeRequest"]
     forms = []
@@ -136,13 +159,13 @@ def _specialize(
 
 
 def _limit_logprobs(components: dict[str, Any], max_logprobs: int) -> None:
-    for name in ("CompletionRequest", "ChatCompletionRequest"):
+    for name in ("CompletionRequest", "ChatCompletionRequest", "ResponseRequest"):
         properties = components[name]["properties"]
         for option in ("logprobs", "top_logprobs", "prompt_logprobs"):
             for part in properties.get(option, {}).get("anyOf", ()):
                 if part.get("type") == "integer":
                     part["maximum"] = max_logprobs
-        for part in properties["logprob_token_ids"]["anyOf"]:
+        for part in properties.get("logprob_token_ids", {}).get("anyOf", ()):
             if part.get("type") == "array":
                 part["maxItems"] = max_logprobs
 
@@ -158,16 +181,18 @@ def _limit_ids(part: Any, vocab_size: int) -> None:
         _limit_ids(item, vocab_size)
 
 
-def _operation(text: str, response: type | None, body: type | None = None) -> dict[str, Any]:
+def _operation(
+    text: str, response: type | None, body: type | None = None, error: type = ErrorResponse
+) -> dict[str, Any]:
     """Describe one route. `response` None: plain text."""
     done = _content("Success.", "" if response is None else response.__name__)
     if response is None:
         done["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    if body is not None and issubclass(body, GenerationRequest):
+    if body is not None and issubclass(body, SamplingRequest) and response is not TokenCount:
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
         done["content"]["text/event-stream"] = {"schema": event}
     codes = _ERRORS if body is not None else {c: t for c, t in _ERRORS.items() if c in ("401", "404", "500")}
-    responses = {"200": done, **{code: _content(text, "ErrorResponse") for code, text in codes.items()}}
+    responses = {"200": done, **{code: _content(text, error.__name__) for code, text in codes.items()}}
     result: dict[str, Any] = {"summary": text, "responses": responses}
     if body is not None:
         result["requestBody"] = {"required": True, "content": _content("", body.__name__)["content"]}

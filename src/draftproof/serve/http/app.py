@@ -17,9 +17,12 @@ from starlette.staticfiles import StaticFiles
 from draftproof.serve.api.generation.handler import CompletionHandler
 from draftproof.serve.api.generation.route import ChatRoute, CompletionRoute
 from draftproof.serve.api.info_routes import Endpoint, InfoRoutes
+from draftproof.serve.api.messages.routes import MessagesRoute, TokenCounter
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.api.pooling.handler import PoolingRoutes
-from draftproof.serve.http.errors import ApiError
+from draftproof.serve.api.responses.routes import ResponsesRoute, StoredResponses
+from draftproof.serve.api.responses.store import ResponseStore
+from draftproof.serve.http.errors import MESSAGES_PATH, ApiError, in_form_of
 from draftproof.serve.http.middleware import RequestMiddleware
 from draftproof.serve.http.request_guard import OpenRequestCounts, RequestGuard
 from draftproof.serve.settings import Settings
@@ -49,10 +52,15 @@ def create_app(
     pooling = PoolingRoutes(llm, settings, guard, metrics, completions)
     routes["/v1/embeddings"] = "POST", pooling.embeddings
     routes["/v1/score"] = "POST", pooling.score
+    store = ResponseStore(settings)
+    routes["/v1/responses"] = "POST", partial(completions, route=ResponsesRoute(store))
+    routes["/v1/responses/{id}"] = "GET DELETE", StoredResponses(store)
+    routes[MESSAGES_PATH] = "POST", partial(completions, route=MessagesRoute())
+    routes[f"{MESSAGES_PATH}/count_tokens"] = "POST", TokenCounter(settings, guard, completions)
     app = FastAPI(title="Draftproof", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.guard, app.state.metrics = guard, metrics
     for path, (method, handler) in routes.items():
-        app.router.routes.append(Route(path, Endpoint(handler), methods=[method]))
+        app.router.routes.append(Route(path, Endpoint(handler), methods=method.split()))
     app.router.routes.append(Route("/", _page, methods=["GET"]))
     app.mount("/page", StaticFiles(directory=PAGE_FOLDER), name="page")
     app.add_exception_handler(HTTPException, _unknown_route)
@@ -76,5 +84,5 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
     """Return the error for an unknown path or method."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:100]}: {error.detail.lower()}; see /openapi.json"
-    api_error = ApiError(error.status_code, text, code="no_such_route")
+    api_error = in_form_of(request.url.path, ApiError(error.status_code, text, code="no_such_route"))
     return Response(api_error.body, error.status_code, dict(error.headers or {}), "application/json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,6 +20,8 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }  # others: server_error
+MESSAGES_PATH = "/v1/messages"
+_MESSAGE_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}  # others: as above
 # exception, status, message (None: the exception's own), code; the first match counts
 _ERRORS: tuple[tuple[type[Exception], int, str | None, str | None], ...] = (
     (QueueFullError, 503, None, "queue_full"),
@@ -31,6 +33,7 @@ _ERRORS: tuple[tuple[type[Exception], int, str | None, str | None], ...] = (
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.S)
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$", re.S)
 _PART = re.compile(r"content\[\d+\]\.type$")
+_TOOL = re.compile(r"tools\[(\d+|\.\.\.)\]\.type$")
 _MISSING = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.S)
 
 
@@ -47,6 +50,13 @@ class ErrorResponse(msgspec.Struct):
     """OpenAI's error object."""
 
     error: ErrorDetail
+
+
+class MessageErrorResponse(msgspec.Struct):
+    """Anthropic's error object; `param` and `code` are additions of this server."""
+
+    error: ErrorDetail
+    type: Literal["error"] = "error"
 
 
 class ApiError(Exception):
@@ -77,6 +87,28 @@ class ApiError(Exception):
         if self.status in (408, 413):
             headers.append((b"connection", b"close"))  # the rest of the body is not read
         return headers
+
+
+class MessageError(ApiError):
+    """Error response in the form of the Messages API."""
+
+    @property
+    def detail(self) -> ErrorDetail:
+        """Fields of the error, with a type of that API."""
+        kind = _MESSAGE_TYPES.get(self.status, super().detail.type)
+        return ErrorDetail(self.message, kind, self.param, self.code)
+
+    @property
+    def body(self) -> bytes:
+        """Response body."""
+        return msgspec.json.encode(MessageErrorResponse(self.detail))
+
+
+def in_form_of(path: str, error: ApiError) -> ApiError:
+    """Return an error in the form of the API that a path belongs to."""
+    if not path.startswith(MESSAGES_PATH):
+        return error
+    return MessageError(error.status, error.message, error.param, error.code)
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -155,6 +187,8 @@ def _validation_error(text: str, kind: type[Any]) -> ApiError:
     option = re.split(r"[.\[]", place or "")[0]
     if option in table and option not in kind.__struct_fields__:
         return ApiError(400, f"{option}: {table[option][0]}", place, "unsupported_option")
+    if _TOOL.match(place or ""):
+        message += " (only functions are supported; run other tools in the client)"
     if _PART.search(place or ""):
         message += f" ({UNSUPPORTED['modalities'][0]})"
     return ApiError(400, f"{place or 'body'}: {message}", place)

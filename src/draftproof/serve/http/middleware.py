@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftproof.serve.api.metrics import ServerMetrics
-from draftproof.serve.http.errors import ApiError, to_api_error
+from draftproof.serve.http.errors import ApiError, in_form_of, to_api_error
 from draftproof.serve.http.io import send_error
 from draftproof.serve.http.request_log import LOGGER, RequestRecord
 from draftproof.serve.http.security import HEADERS, PAGE_HEADERS, check_host
@@ -61,7 +61,7 @@ class RequestMiddleware:
             self._check_key(path, headers, record)
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            api_error = to_api_error(error)
+            api_error = in_form_of(scope["path"], to_api_error(error))
             if api_error.status == 500:
                 LOGGER.error("request failed", exc_info=error, extra={"fields": {"request_id": record.id}})
             if started:
@@ -76,6 +76,8 @@ class RequestMiddleware:
         if not keys or path in PUBLIC_PATHS or path.startswith(PUBLIC_FOLDER):
             return
         scheme, _, sent = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        if not scheme:  # clients of the Messages API
+            scheme, sent = "bearer", headers.get(b"x-api-key", b"").decode("latin-1")
         name = keys.find(sent.strip()) if scheme.lower() == "bearer" else None
         if name is None:
             raise ApiError(

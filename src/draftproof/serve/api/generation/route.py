@@ -93,3 +93,16 @@ class ChatRoute(GenerationRoute):
     def builder(self, body: Any, record: RequestRecord, *args: Any) -> ResponseBuilder:
         """Return the builder of the response."""
         return ChatBuilder(*args)
+
+
+def renamed(error: ApiError, names: dict[str, str]) -> ApiError:
+    """Return an error of a chat request with the names of another API's options."""
+    param = error.param or ""
+    if error.code in ("unknown_option", "unsupported_option"):  # the name is that of the body
+        return error
+    for name, other in names.items():
+        if param == name or param.startswith((f"{name}[", f"{name}.")):
+            text = error.message
+            text = other + text.removeprefix(param) if text.startswith(param) else text
+            return ApiError(error.status, text, other, error.code)
+    return error
