@@ -106,7 +106,7 @@ class MessageError(ApiError):
 
 def in_form_of(path: str, error: ApiError) -> ApiError:
     """Return an error in the form of the API that a path belongs to."""
-    if not path.startswith(MESSAGES_PATH):
+    if MESSAGES_PATH not in path:  # a root path may precede it
         return error
     return MessageError(error.status, error.message, error.param, error.code)
 

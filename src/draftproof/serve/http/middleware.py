@@ -61,7 +61,7 @@ class RequestMiddleware:
             self._check_key(path, headers, record)
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            api_error = in_form_of(scope["path"], to_api_error(error))
+            api_error = in_form_of(path, to_api_error(error))
             if api_error.status == 500:
                 LOGGER.error("request failed", exc_info=error, extra={"fields": {"request_id": record.id}})
             if started:
