@@ -46,8 +46,9 @@ class OutputItems:
     """Items of one choice, built from its text as it arrives."""
 
     def __init__(self, parsed: ParsedRequest) -> None:
-        self._tools = parsed.tools
-        self._stream = None if parsed.tools is None else parsed.tools.stream()
+        parsing: Any = getattr(parsed, "parsing", None) or getattr(parsed, "tools", None)
+        self._tools = None if parsing is None else getattr(parsing, "tools", parsing)
+        self._stream = None if parsing is None else parsing.stream()
         self.items: list[OutputItem] = []
         self._rows: list[LogprobRow] = []  # of tokens whose text is held back
         self._num_tokens = 0
@@ -66,7 +67,8 @@ class OutputItems:
 
     def _deltas(self, text: str, is_last: bool) -> list[Delta]:
         if self._stream is not None:
-            return self._stream.parse(text, is_last)
+            found: list[Delta] = self._stream.parse(text, is_last)
+            return found
         return [ContentDelta(text)] if text else []
 
     def _change(self, delta: Delta) -> ItemChange:

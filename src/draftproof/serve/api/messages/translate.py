@@ -22,6 +22,8 @@ def chat_request(body: schema.CountTokensRequest) -> chat.ChatCompletionRequest:
     if is_prefilled and messages[-1].tool_calls:
         raise ApiError(400, "messages: the results of the last tool_use blocks are missing", "messages")
     fields: dict[str, Any] = {name: getattr(body, name) for name in chat.SamplingRequest.__struct_fields__}
+    if body.thinking is not None and body.thinking.budget_tokens is not None:
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
     if isinstance(body, schema.MessagesRequest):
         fields["max_completion_tokens"] = body.max_tokens
         fields["stop"] = body.stop_sequences
@@ -141,4 +143,13 @@ def _response_format(config: schema.OutputConfig | None) -> Any:
 def _reasoning(body: schema.CountTokensRequest) -> dict[str, Any]:
     """Return the options of the reasoning."""
     fields: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
+    if body.output_config is not None and body.output_config.effort is not None:
+        fields["reasoning_effort"] = body.output_config.effort
+    if body.thinking is not None and body.thinking.type == "disabled":
+        fields["reasoning_effort"] = "none"
+    if (
+        "reasoning_effort" in fields
+        and "reasoning_effort" not in chat.ChatCompletionRequest.__struct_fields__
+    ):
+        raise ApiError(400, "the effort of the reasoning cannot be chosen", "output_config.effort")
     return fields
