@@ -27,14 +27,14 @@ from draftproof.serve.api.generation.response_schema import (
     TokenizerInfo,
     Version,
 )
+from draftproof.serve.api.messages.request_schema import CountTokensRequest, MessagesRequest
+from draftproof.serve.api.messages.response_schema import MessageResponse, TokenCount
 from draftproof.serve.api.pooling.schema import (
     EmbeddingRequest,
     EmbeddingResponse,
     ScoreRequest,
     ScoreResponse,
 )
-from draftproof.serve.api.messages.request_schema import CountTokensRequest, MessagesRequest
-from draftproof.serve.api.messages.response_schema import MessageResponse, TokenCount
 from draftproof.serve.api.responses.request_schema import ResponseRequest
 from draftproof.serve.api.responses.response_schema import DeletedResponse, ResponseObject
 from draftproof.serve.http.errors import MESSAGES_PATH, ErrorResponse, MessageErrorResponse
