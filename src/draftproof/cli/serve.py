@@ -70,6 +70,8 @@ def _add_server_options(group: Any) -> None:
     add("--api-key-file", metavar="FILE", help=f"one key a line; the environment's {KEY_VARIABLE} adds keys")
     text = "let requests of all API keys share cached prefixes and drafts from earlier outputs"
     add("--share-prefix-cache", action="store_true", help=text)
+    text = "encode special tokens that messages contain, such as <|im_end|>, as tokens and not as text"
+    add("--allow-control-tokens", action="store_true", help=text)
     add("--vllm-metrics", action="store_true", help="export the speculation counters under vllm: as well")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--log-file", metavar="FILE", help="file for JSON log lines (default: standard error)")

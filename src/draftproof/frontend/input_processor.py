@@ -25,7 +25,10 @@ from draftproof.types import Grammar, Request
 Messages = Sequence[Mapping[str, Any]]
 MAX_N = 16384  # outputs of one prompt; each is a request of its own
 # options of `chat` for the template; other names for it go into chat_template_kwargs
-TEMPLATE_OPTIONS = "add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents"
+TEMPLATE_OPTIONS = (
+    *("add_generation_prompt", "continue_final_message", "chat_template", "tools", "documents"),
+    "control_tokens_in_messages",
+)
 
 
 class InputProcessor:
@@ -76,8 +79,7 @@ class InputProcessor:
                 raise RequestError(text, name)
         if isinstance(messages, str) or not messages or not all(isinstance(m, Mapping) for m in messages):
             raise RequestError("messages must be a list of {'role': …, 'content': …}", "messages")
-        text = tokenizer.apply_chat_template(messages, **{**template, **(chat_template_kwargs or {})})
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode_conversation(messages, **{**template, **(chat_template_kwargs or {})})
 
     def new_job(
         self, prompt: Prompt, params: SamplingParams, job_id: str, on_events: OnEvents | None = None

@@ -32,6 +32,7 @@ class Settings:
     root_path: str = ""  # prefix of all paths that a proxy removes
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
+    allow_control_tokens: bool = False  # special tokens written in messages are encoded as such
     max_body_bytes: int = 8 << 20
     max_prompt_tokens: int | None = None  # None: the model's limit
     max_n: int = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from draftproof.errors import LoadError, RequestError
 from draftproof.models.config import read_json
 from draftproof.models.gguf.file import end_token_ids, is_gguf, read_gguf
 from draftproof.text.chat_template import ChatTemplate
+from draftproof.text.control_text import ControlTexts, Spans
 from draftproof.text.gguf_tokenizer import build_tokenizer
 from draftproof.text.token_bytes import byte_decoder
 
@@ -46,6 +48,7 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(eos))
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._control_texts = ControlTexts([t.content for t in added.values() if t.special])
         self.chat_template = (
             ChatTemplate(chat_template, self.special_tokens, where) if chat_template else None
         )
@@ -62,10 +65,61 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`; `add_special_tokens` adds BOS and the like as the model expects."""
+        return list(self._encoding(text, add_special_tokens).ids)
+
+    def encode_conversation(
+        self, messages: Sequence[Mapping[str, Any]], control_tokens_in_messages: bool = False, **template: Any
+    ) -> list[int]:
+        """Return the prompt of a conversation.
+
+        Texts of special tokens in messages, tools and documents are encoded as text, unless
+        `control_tokens_in_messages` is set.
+        """
+        texts = {name: template[name] for name in ("tools", "documents") if template.get(name)}
+        placeholders = None
+        if not control_tokens_in_messages:
+            (messages, texts), placeholders = self._control_texts.replace((messages, texts))
+        text = self.apply_chat_template(messages, **{**template, **texts})
+        if placeholders is None:
+            return self.encode(text, add_special_tokens=False)
+        text, spans = placeholders.restore(text)
+        return self._encode_as_text_within(text, spans)
+
+    def _encode_as_text_within(self, text: str, spans: Spans) -> list[int]:
+        """Return the ids of `text`; a special token that overlaps one of the spans is encoded as text."""
+        encoding, ends = self._encoding(text, False), [end for _, end in spans]
+        as_text: dict[str, list[int]] = {}
+        ids: list[int] = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            at = bisect_right(ends, start) if token in self.special_ids else len(spans)
+            if at == len(spans) or spans[at][0] >= end:
+                ids.append(token)
+                continue
+            piece = text[start:end]
+            if piece not in as_text:
+                as_text[piece] = self._encode_as_text(piece)
+            ids += as_text[piece]
+        return ids
+
+    def _encode_as_text(self, text: str) -> list[int]:
+        """Return the ids of a special token's text: it is split, so that it is not found."""
+        ids: list[int] = []
+        newline = self.encode("\n", add_special_tokens=False)  # some tokenizers add a space to a first word
+        for part in (text[:1], text[1:]):
+            after = self.encode("\n" + part, add_special_tokens=False)
+            if after[: len(newline)] == newline:
+                after = after[len(newline) :]
+            else:
+                after = self.encode(part, add_special_tokens=False)
+            is_split = len(part) <= 1 or self.special_ids.isdisjoint(after)
+            ids += after if is_split else self._encode_as_text(part)
+        return ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
             if len(text) > MIN_UNLOCKED_CHARS:  # encode_batch releases the lock, encode does not
-                return list(self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+                return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
 

@@ -23,7 +23,7 @@ LONG_TEXT_CHARACTERS = 4096  # longer texts are tokenized in a thread, not on th
 PART_CHARACTERS = 32  # characters that take as long as one message
 RESERVED_TEMPLATE_NAMES = {
     *("self", "messages", "chat_template", "tools"),
-    *("add_generation_prompt", "continue_final_message"),
+    *("add_generation_prompt", "continue_final_message", "control_tokens_in_messages"),
 }
 TOO_LONG = "context_length_exceeded"  # the code that clients test for
 
@@ -72,6 +72,7 @@ class PromptParser:
             chat_template_kwargs=names,
             add_generation_prompt=add_prompt,
             continue_final_message=continues,
+            control_tokens_in_messages=self._settings.allow_control_tokens,
         )
         is_long = size + num_parts * PART_CHARACTERS > LONG_TEXT_CHARACTERS
         return await in_thread_if(is_long, render, pool)
