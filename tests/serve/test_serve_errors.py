@@ -96,6 +96,10 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"thinking_token_budget": 3}, "thinking_token_budget"),
+    ({"thinking_token_budget": -1}, "thinking_token_budget"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "messages"),
     ({"echo": True}, "echo"),
 ]

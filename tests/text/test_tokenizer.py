@@ -349,6 +349,10 @@ def test_chat_template_renders_as_in_transformers(tmp_path: Path, template: str)
     found = load_tokenizer(tmp_path)
     tools = [{"type": "function", "function": {"name": "größe", "parameters": {}}}]
     for options in ({}, {"add_generation_prompt": False}, {"tools": tools}, {"flag": "<x>"}):
+        if not options.keys() <= {*found.chat_template.names, "add_generation_prompt"}:
+            with pytest.raises(RequestError, match="does not use"):  # it would have no effect
+                found.apply_chat_template(MESSAGES, **options)
+            continue
         merged = {"add_generation_prompt": True, **options}
         wanted = theirs.apply_chat_template(MESSAGES, tokenize=False, **merged)
         assert found.apply_chat_template(MESSAGES, **options) == wanted

@@ -9,12 +9,15 @@ from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from draftproof.errors import LoadError, RequestError
+from draftproof.errors import LoadError, RequestError, nearest
 
+OPTIONAL_NAMES = ("tools", "documents")  # always defined; None: not given
+GENERAL_NAMES = {*OPTIONAL_NAMES, "messages", "add_generation_prompt"}
 _MARK = "DRAFTPROOF_CONTINUE_HERE "  # ends in a space, to detect a template that trims
 
 
@@ -77,6 +80,7 @@ class ChatTemplate:
         self.source = source
         self._special = dict(special_tokens)
         try:
+            self.names = frozenset(find_undeclared_variables(environment.parse(source)))  # that it reads
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise LoadError(f"{where}: the chat template cannot be compiled: {error}") from error
@@ -95,6 +99,7 @@ class ChatTemplate:
         Content given as a list of text parts is joined by newlines for templates that expect a string.
         `continue_final_message` leaves the last message open for the model to continue.
         """
+        self._check_names(more)
         plain = [message if self._takes_parts else _joined(message) for message in messages]
         if not continue_final_message:
             return self._render(plain, add_generation_prompt, more)
@@ -112,6 +117,17 @@ class ChatTemplate:
             raise RequestError("the chat template drops the final message", "messages")
         # A template that trims has removed the mark's trailing space: trim the text as well.
         return before if _MARK in text else before.rstrip()
+
+    def _check_names(self, given: Mapping[str, Any]) -> None:
+        """Refuse names that the template does not read, since they would have no effect."""
+        for name in given.keys() - self.names:
+            if name not in OPTIONAL_NAMES:
+                known = self.names - GENERAL_NAMES - self._special.keys() - self._template.globals.keys()
+                hint = nearest(name, known, f"it reads: {', '.join(sorted(known)) or 'no further names'}")
+                text = f"chat_template_kwargs: the chat template does not use {name!r}; {hint}"
+                raise RequestError(text, "chat_template_kwargs")
+            if given[name] is not None:
+                raise RequestError(f"the chat template of this model does not use {name}", name)
 
     def _probe_parts(self) -> bool:
         """Return whether the template accepts a list of parts, by rendering one."""

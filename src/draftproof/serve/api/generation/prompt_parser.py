@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from draftproof.serve.api.generation.tool_options import message_fields, templat
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.io import in_thread_if
 from draftproof.serve.settings import Settings
+from draftproof.text.reasoning.section import find_reasoning
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.text.tool_calls.formats import detect, find_format
 
@@ -25,6 +25,8 @@ RESERVED_TEMPLATE_NAMES = {
     *("self", "messages", "chat_template", "tools"),
     *("add_generation_prompt", "continue_final_message", "control_tokens_in_messages"),
 }
+EFFORT = "reasoning_effort"
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # names of templates that turn reasoning off
 TOO_LONG = "context_length_exceeded"  # the code that clients test for
 
 
@@ -46,13 +48,14 @@ class PromptParser:
         source = "" if template is None else template.source
         name = settings.tool_call_parser
         self.tool_format = detect(source) if name is None else find_format(name)
-        self._renders_tools = re.search(r"\btools\b", source) is not None
+        self.reasoning = find_reasoning(llm.config.reasoning_parser, self.tokenizer, llm.limits.vocab_size)
+        self._template_names = frozenset() if template is None else template.names
 
     async def conversation(
         self, body: schema.ChatCompletionRequest | schema.TokenizeRequest, pool: Executor | None = None
     ) -> list[int]:
         """Return the tokens of a conversation, rendered by the model's chat template."""
-        names = body.chat_template_kwargs or {}
+        names = self._template_values(body)
         for name in RESERVED_TEMPLATE_NAMES.intersection(names):
             text = f"chat_template_kwargs: {name!r} is reserved for the server"
             raise ApiError(400, text, "chat_template_kwargs")
@@ -61,7 +64,7 @@ class PromptParser:
         if num_parts > schema.MAX_MESSAGES:
             text = f"messages: {num_parts} messages and parts, and the maximum is {schema.MAX_MESSAGES}"
             raise ApiError(400, text, "messages")
-        size = sum(len(content_text(message.content)) for message in body.messages)
+        size = sum(_num_characters(message) for message in body.messages)
         self.check_characters(size, "messages")
         continues = bool(body.continue_final_message)
         add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
@@ -77,6 +80,21 @@ class PromptParser:
         is_long = size + num_parts * PART_CHARACTERS > LONG_TEXT_CHARACTERS
         return await in_thread_if(is_long, render, pool)
 
+    def _template_values(self, body: schema.ChatCompletionRequest | schema.TokenizeRequest) -> dict[str, Any]:
+        """Return chat_template_kwargs and `reasoning_effort`, under the names that the template reads."""
+        names = dict(body.chat_template_kwargs or {})
+        effort = body.reasoning_effort if isinstance(body, schema.ChatCompletionRequest) else None
+        if effort is None:
+            return names
+        if EFFORT in self._template_names:
+            return {EFFORT: effort, **names}
+        switches = [name for name in THINKING_SWITCHES if name in self._template_names]
+        if effort == "none" and (switches or self.reasoning is None):
+            return {**dict.fromkeys(switches, False), **names}
+        hint = f"it reads {' and '.join(switches)} of chat_template_kwargs" if switches else "leave it out"
+        text = f"reasoning_effort: the chat template of this model does not use it; {hint}"
+        raise ApiError(400, text, EFFORT, "unsupported_option")
+
     def _template_input(
         self, body: schema.ChatCompletionRequest | schema.TokenizeRequest, names: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -90,7 +108,7 @@ class PromptParser:
         ]
         no_tools = isinstance(body, schema.ChatCompletionRequest) and body.tool_choice == "none"
         tools = [] if no_tools else template_tools(body.tools or [])
-        if self._renders_tools:
+        if "tools" in self._template_names:
             return messages, {**names, "tools": tools} if tools else names
         if form is not None and form.has_system_prompt:
             return tool_messages_as_text(messages, tools), names
@@ -178,11 +196,18 @@ def content_text(content: str | Sequence[schema.TextPart] | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+def _num_characters(message: schema.Message) -> int:
+    """Return the characters of a message's content and reasoning."""
+    return len(content_text(message.content)) + len(message.reasoning_content or message.reasoning or "")
+
+
 def _message(message: schema.Message) -> dict[str, Any]:
     """Return a message for the chat template; the role "developer" becomes "system"."""
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     content: Any = message.content or ""
     if not isinstance(content, str):
         content = [{"type": "text", "text": part.text} for part in content]
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": content, **named}
+    fields = {} if message.name is None else {"name": message.name}
+    if reasoning := message.reasoning_content or message.reasoning:
+        fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    return {"role": role, "content": content, **fields}

@@ -12,6 +12,7 @@ import msgspec
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.api.generation import request_schema as schema
+from draftproof.serve.api.generation.output_options import OutputOptions
 from draftproof.serve.api.generation.prompt_parser import ParsedPrompt, PromptParser, content_text
 from draftproof.serve.api.generation.tool_options import ToolOptions, read_tools
 from draftproof.serve.http.errors import ApiError
@@ -42,7 +43,7 @@ class ParsedRequest:
     as_ids: bool = False
     provenance: bool = False
     structure_option: str = "structured_outputs"  # the option that gave the grammar
-    tools: ToolOptions | None = None
+    parsing: OutputOptions | None = None  # None: the text of an output is its content
     num_logprob_entries: int = 0  # upper bound of the logprobs in the response
 
 
@@ -110,17 +111,22 @@ class RequestParser:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             prediction=prediction,
-            **_tool_params(tools),
+            **self._output_params(tools),
         )
         params = await in_thread_if(body.num_items > LONG_LIST_ITEMS, make)
         prompt = ParsedPrompt(await self._prompts.conversation(body))
         self._prompts.check_length(prompt, "messages")
+        reasoning = self._prompts.reasoning
+        parsing = None
+        if tools is not None or reasoning is not None:
+            is_open = reasoning is not None and reasoning.is_open(prompt.ids)
+            parsing = OutputOptions(tools, reasoning, is_open, body.include_reasoning is not False)
         return ParsedRequest(
             is_chat=True,
             prompts=[prompt],
             params=params,
             **self._output_options(body, tools),
-            tools=tools,
+            parsing=parsing,
             num_logprob_entries=self._count_logprobs([prompt], params),
         )
 
@@ -160,6 +166,16 @@ class RequestParser:
             "provenance": bool(body.provenance),
             "structure_option": "tools" if tools and tools.structural_tag else _structure(body)[1],
         }
+
+    def _output_params(self, tools: ToolOptions | None) -> dict[str, Any]:
+        """Return the sampling parameters that the parsing of outputs needs."""
+        found: dict[str, Any] = {}
+        if tools is not None and tools.structural_tag is not None:
+            found["structured_outputs"] = {"structural_tag": tools.structural_tag}
+        reasoning = self._prompts.reasoning
+        if (tools is not None and tools.keeps_special_tokens) or (reasoning and reasoning.has_special_tokens):
+            found["skip_special_tokens"] = False
+        return found
 
     def _params(self, body: schema.GenerationRequest, seed: int, key: str, **more: Any) -> SamplingParams:
         given = {name: getattr(body, name) for name in _SAME_NAMES if getattr(body, name) is not None}
@@ -246,13 +262,3 @@ def check_priority(body: schema.EngineRequest, settings: Settings) -> None:
     if abs(body.priority or 0) > limit:
         text = f"the range of this server is {-limit}..{limit}; its operator can raise --max-priority"
         raise ApiError(400, f"priority: {text}", "priority")
-
-
-def _tool_params(tools: ToolOptions | None) -> dict[str, Any]:
-    """Return the sampling parameters that follow from tools."""
-    found: dict[str, Any] = {}
-    if tools is not None and tools.structural_tag is not None:
-        found["structured_outputs"] = {"structural_tag": tools.structural_tag}
-    if tools is not None and tools.keeps_special_tokens:
-        found["skip_special_tokens"] = False
-    return found

@@ -103,6 +103,7 @@ class SchemaJson(Strict, kw_only=True, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ResponseFormat = FreeText | AnyJson | SchemaJson
 
 
@@ -252,6 +253,8 @@ class Message(Strict, kw_only=True):
     function_call: CalledFunction | None = None
     tool_calls: Annotated[list[MessageToolCall], Meta(max_length=128)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning_content: str | None = None  # for templates that use it
+    reasoning: str | None = None
     annotations: Annotated[list[None], Meta(max_length=0)] | None = None
     provider_specific_fields: Annotated[dict[str, Any], Meta(max_length=64)] | None = None  # of litellm
 
@@ -283,6 +286,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None  # false: reasoning is left out of the response
 
 
 class TokenizeRequest(Strict, kw_only=True):
@@ -320,7 +325,7 @@ UNSUPPORTED: Unsupported = {
     "parallel_tool_calls": (_NO_TOOLS, (None, True, False)),
     "audio": (_ONLY_TEXT, (None,)),
     "modalities": (_ONLY_TEXT, (None, ["text"])),
-    "reasoning_effort": ("not supported; see structured_outputs.reasoning_end", (None,)),
+    "reasoning_effort": ("it is for chat completions", (None,)),
     "verbosity": ("verbosity is not supported", (None,)),
     "web_search_options": ("web search is not supported", (None,)),
     "store": ("nothing is stored", (None, False)),

@@ -19,6 +19,7 @@ from draftproof.serve.api.generation.logprob_format import (
     TokenStrings,
     logprob_rows,
 )
+from draftproof.serve.api.generation.output_options import ChoiceStream
 from draftproof.serve.api.generation.prompt_parser import ParsedPrompt
 from draftproof.serve.api.generation.request_parser import ParsedRequest
 from draftproof.serve.api.generation.response_schema import (
@@ -26,7 +27,6 @@ from draftproof.serve.api.generation.response_schema import (
     CompletionChoice,
     CompletionLogprobs,
 )
-from draftproof.serve.api.generation.tool_options import ChoiceStream
 from draftproof.serve.http.errors import ApiError
 
 Events = Sequence[TokenEvent]
@@ -64,19 +64,22 @@ class ResponseBuilder:
         if not self.parsed.prompt_only:
             num_generated = sum(len(o.token_ids) for output in outputs for o in output.outputs)
         num_cached = sum(output.num_cached_tokens for output in outputs)
-        details: Any = UNSET
+        details = schema.CompletionDetails()
         if self.parsed.params.prediction is not None:
             accepted = sum(output.metrics.num_accepted_predicted for output in outputs)
             drafted = sum(output.metrics.num_predicted_drafts for output in outputs)
-            details = schema.CompletionDetails(
-                accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
-            )
+            details.accepted_prediction_tokens = accepted
+            details.rejected_prediction_tokens = drafted - accepted
+        parsing = self.parsed.parsing
+        if parsing is not None and parsing.reasoning is not None:
+            ids = [each.token_ids for output in outputs for each in output.outputs]
+            details.reasoning_tokens = parsing.count_reasoning(ids)
         return schema.Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_generated,
             total_tokens=num_prompt + num_generated,
             prompt_tokens_details=schema.PromptDetails(cached_tokens=num_cached),
-            completion_tokens_details=details,
+            completion_tokens_details=UNSET if details == schema.CompletionDetails() else details,
         )
 
     def metrics(self, outputs: Sequence[RequestOutput]) -> schema.RequestMetrics:
@@ -194,7 +197,7 @@ class ChatBuilder(ResponseBuilder):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._streams: dict[int, ChoiceStream] = {}  # with tools: by choice
+        self._streams: dict[int, ChoiceStream] = {}  # with tools or reasoning: by choice
 
     def whole(self, outputs: Sequence[RequestOutput]) -> schema.ChatCompletionResponse:
         """Return the body of a request without streaming."""
@@ -213,8 +216,8 @@ class ChatBuilder(ResponseBuilder):
         if output.logprobs is not None:
             rows = logprob_rows(output.logprobs)
             logprobs = schema.ChatLogprobs(content=[self.logprobs.chat(row) for row in rows])
-        tools, fields = self.parsed.tools, self._choice_fields(output)
-        message = schema.ChatMessage(content=output.text) if tools is None else tools.message(output.text)
+        parsing, fields = self.parsed.parsing, self._choice_fields(output)
+        message = schema.ChatMessage(content=output.text) if parsing is None else parsing.message(output.text)
         if message.tool_calls and output.finish_reason == "stop":
             fields["finish_reason"] = "tool_calls"
         return schema.ChatChoice(index=output.index, message=message, logprobs=logprobs, **fields)
@@ -233,10 +236,12 @@ class ChatBuilder(ResponseBuilder):
         return made
 
     def _delta(self, index: int, text: str, events: Events) -> schema.Delta:
-        tools = self.parsed.tools
-        if tools is None:
+        parsing = self.parsed.parsing
+        if parsing is None:
             return schema.Delta(content=text)
-        stream = self._streams.setdefault(index, tools.stream())
+        stream = self._streams.get(index)
+        if stream is None:
+            stream = self._streams[index] = parsing.stream()
         return stream.delta(text, events[-1].finish_reason is not None)
 
     def finish_reason(self, index: int, reason: str | None) -> Any:

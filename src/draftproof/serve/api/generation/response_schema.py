@@ -29,8 +29,9 @@ class PromptDetails(ResponseStruct, kw_only=True):
 class CompletionDetails(ResponseStruct, kw_only=True):
     """Details of completion_tokens."""
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET  # with a prediction
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    reasoning_tokens: int | UnsetType = UNSET  # of a model whose reasoning markers are known
 
 
 class Usage(ResponseStruct, kw_only=True):
@@ -40,7 +41,7 @@ class Usage(ResponseStruct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | UnsetType = UNSET  # at the end
-    completion_tokens_details: CompletionDetails | UnsetType = UNSET  # with a prediction
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET  # if it has a field
 
 
 class SpeculativeDecoding(ResponseStruct, kw_only=True):
@@ -202,6 +203,7 @@ class ChatMessage(ResponseStruct, kw_only=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same text under its other name
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -238,6 +240,7 @@ class Delta(ResponseStruct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 

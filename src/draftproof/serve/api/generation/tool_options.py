@@ -1,4 +1,4 @@
-"""Options `tools` and `tool_choice` of a chat request: checks, messages for templates, grammar, output."""
+"""Options `tools` and `tool_choice` of a chat request: checks, messages for templates, grammar."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import UNSET
-
 from draftproof.serve.api.generation import request_schema as schema
-from draftproof.serve.api.generation import response_schema as response
 from draftproof.serve.http.errors import ApiError
 from draftproof.text.grammar.json_schema_check import not_enforced
 from draftproof.text.tool_calls import grammar
 from draftproof.text.tool_calls.formats import FORMATS, ToolCallFormat
-from draftproof.text.tool_calls.parser import (
-    CallDelta,
-    ContentDelta,
-    Delta,
-    ReasoningDelta,
-)
 
 NO_FORMAT = (
     "this model has no known format of calls; start the server with --tool-call-parser, such as hermes"
@@ -37,7 +28,7 @@ For each call write one JSON object with the function's name and arguments betwe
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """Tools of one request, and how its output is parsed."""
+    """Tools of one request, and the format of its calls."""
 
     format: ToolCallFormat
     schemas: dict[str, dict[str, Any]]
@@ -49,80 +40,11 @@ class ToolOptions:
         """Whether the parser needs the special tokens in the text."""
         return self.format.has_special_tokens and self.structural_tag is None
 
-    def stream(self) -> ChoiceStream:
-        """Return the state of one streamed choice."""
-        return ChoiceStream(self)
-
     @property
     def output_format(self) -> ToolCallFormat:
         """Return the format of the output, which a grammar may change."""
         is_listed = self.structural_tag is not None and self.format.syntax is grammar.LISTED
         return FORMATS["json_list"] if is_listed else self.format
-
-    def message(self, text: str) -> response.ChatMessage:
-        """Return the message of a whole output."""
-        parsed = self.output_format.parse_text(text, self.schemas)
-        calls = [
-            response.ToolCall(
-                id=call.id or self.format.make_id(call.name, i),
-                function=response.FunctionCall(name=call.name, arguments=call.arguments),
-            )
-            for i, call in enumerate(parsed.calls[: 1 if self.only_one else None])
-        ]
-        return response.ChatMessage(
-            content=parsed.content or (None if calls else ""),
-            tool_calls=calls or UNSET,
-            reasoning_content=parsed.reasoning or UNSET,
-        )
-
-
-class ChoiceStream:
-    """State of one streamed choice with tools."""
-
-    def __init__(self, options: ToolOptions) -> None:
-        self._options, self._parser = options, options.output_format.parser(options.schemas)
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether a call has started."""
-        return self._parser.num_calls > 0
-
-    def parse(self, text: str, is_last: bool) -> list[Delta]:
-        """Return the deltas of new text in their order."""
-        deltas: list[Delta] = self._parser.feed(text)
-        if is_last:
-            deltas += self._parser.finish()
-        is_limited = self._options.only_one
-        return [each for each in deltas if not (is_limited and isinstance(each, CallDelta) and each.index)]
-
-    def delta(self, text: str, is_last: bool) -> response.Delta:
-        """Return the delta of new text."""
-        made = response.Delta()
-        calls: dict[int, response.ToolCallDelta] = {}
-        for each in self.parse(text, is_last):
-            if isinstance(each, ContentDelta):
-                made.content = (made.content or "") + each.text
-            elif isinstance(each, ReasoningDelta):
-                made.reasoning_content = (made.reasoning_content or "") + each.text
-            else:
-                self._add(calls, each)
-        if calls:
-            made.tool_calls = list(calls.values())
-        return made
-
-    def _add(self, calls: dict[int, response.ToolCallDelta], delta: CallDelta) -> None:
-        if delta.name is not None:
-            calls[delta.index] = response.ToolCallDelta(
-                index=delta.index,
-                id=delta.id or self._options.format.make_id(delta.name, delta.index),
-                type="function",
-                function=response.FunctionDelta(name=delta.name, arguments=delta.arguments),
-            )
-        elif delta.index in calls:
-            calls[delta.index].function.arguments += delta.arguments
-        else:
-            function = response.FunctionDelta(arguments=delta.arguments)
-            calls[delta.index] = response.ToolCallDelta(index=delta.index, function=function)
 
 
 def read_tools(body: schema.ChatCompletionRequest, form: ToolCallFormat | None) -> ToolOptions | None:
