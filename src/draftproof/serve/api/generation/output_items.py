@@ -29,7 +29,6 @@ class OutputItem:
     name: str = ""  # of the function that is called
     call_id: str = ""
     rows: list[LogprobRow] = field(default_factory=list)  # logprobs of the tokens of a text
-    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -46,16 +45,13 @@ class OutputItems:
     """Items of one choice, built from its text as it arrives."""
 
     def __init__(self, parsed: ParsedRequest) -> None:
-        parsing: Any = getattr(parsed, "parsing", None) or getattr(parsed, "tools", None)
-        self._tools = None if parsing is None else getattr(parsing, "tools", parsing)
-        self._stream = None if parsing is None else parsing.stream()
+        self._parsing = parsed.parsing
+        self._stream = None if parsed.parsing is None else parsed.parsing.stream()
         self.items: list[OutputItem] = []
         self._rows: list[LogprobRow] = []  # of tokens whose text is held back
-        self._num_tokens = 0
 
     def feed(self, text: str, row: LogprobRow | None, is_last: bool) -> list[ItemChange]:
         """Return the changes by the text of a token; `row`: its logprobs."""
-        self._num_tokens += 1
         if row is not None:
             self._rows.append(row)
         changes = [self._change(delta) for delta in self._deltas(text, is_last)]
@@ -67,8 +63,7 @@ class OutputItems:
 
     def _deltas(self, text: str, is_last: bool) -> list[Delta]:
         if self._stream is not None:
-            found: list[Delta] = self._stream.parse(text, is_last)
-            return found
+            return self._stream.parse(text, is_last)
         return [ContentDelta(text)] if text else []
 
     def _change(self, delta: Delta) -> ItemChange:
@@ -82,16 +77,13 @@ class OutputItems:
         if is_new:
             last = OutputItem(kind, len(self.items))
             if isinstance(delta, CallDelta):
-                assert delta.name is not None and self._tools is not None
-                last.name = delta.name
-                last.call_id = delta.id or self._tools.format.make_id(delta.name, delta.index)
+                assert delta.name is not None and self._parsing is not None
+                last.name, last.call_id = delta.name, self._parsing.call_id(delta)
             self.items.append(last)
         assert last is not None and last.kind == kind
         rows, self._rows = self._rows if kind == "text" else [], []
         last.text += text
         last.rows += rows
-        last.num_tokens += self._num_tokens
-        self._num_tokens = 0
         return ItemChange(last, text, rows, is_new)
 
 

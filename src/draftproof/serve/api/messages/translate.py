@@ -147,9 +147,4 @@ def _reasoning(body: schema.CountTokensRequest) -> dict[str, Any]:
         fields["reasoning_effort"] = body.output_config.effort
     if body.thinking is not None and body.thinking.type == "disabled":
         fields["reasoning_effort"] = "none"
-    if (
-        "reasoning_effort" in fields
-        and "reasoning_effort" not in chat.ChatCompletionRequest.__struct_fields__
-    ):
-        raise ApiError(400, "the effort of the reasoning cannot be chosen", "output_config.effort")
     return fields

@@ -78,7 +78,7 @@ class ResponsesBuilder(ItemBuilder):
                 self.item(item, "completed" if is_complete or item.index < last else "incomplete")
                 for item in items
             ],
-            usage=self._usage(items, outputs),
+            usage=self._usage(outputs),
             **self.extensions(outputs),
         )
         if self.is_stored:
@@ -86,10 +86,11 @@ class ResponsesBuilder(ItemBuilder):
             self.store.add(self.key, made.id, msgspec.json.encode(made), messages)
         return made
 
-    def _usage(self, items: Sequence[OutputItem], outputs: Sequence[RequestOutput]) -> schema.ResponseUsage:
+    def _usage(self, outputs: Sequence[RequestOutput]) -> schema.ResponseUsage:
         usage = self.usage(outputs)
         cached = outputs[0].num_cached_tokens
-        num_reasoning = sum(item.num_tokens for item in items if item.kind == "reasoning")
+        parsing, ids = self.parsed.parsing, [each.token_ids for each in outputs[0].outputs]
+        num_reasoning = 0 if parsing is None else parsing.count_reasoning(ids)
         return schema.ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=schema.InputTokensDetails(cached_tokens=cached),

@@ -39,8 +39,6 @@ def chat_request(body: schema.ResponseRequest, earlier: Iterable[chat.Message]) 
     tools, choice = _tools(body)
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAMES}
     if body.reasoning is not None and body.reasoning.effort is not None:
-        if "reasoning_effort" not in chat.ChatCompletionRequest.__struct_fields__:
-            raise ApiError(400, "reasoning.effort is not supported", "reasoning.effort", "unsupported_option")
         fields["reasoning_effort"] = body.reasoning.effort
     return chat.ChatCompletionRequest(
         **fields,
