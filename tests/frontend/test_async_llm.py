@@ -104,7 +104,7 @@ def test_grammars_are_compiled_in_another_thread(make: Any, monkeypatch: MonkeyP
     pieces, guided = Pieces(), params(logprobs=3, structured_outputs={"choice": ["abba", "bab"]})
     words = Words(["abba", "bab"], [pieces.token_bytes(i) for i in range(CONFIG["vocab_size"])], {2}, 2)
 
-    def compile_grammar(options: SamplingParams) -> Any:
+    def compile_grammar(options: SamplingParams, prompt: list[int]) -> Any:
         threads.append(threading.get_ident())
         return options.structure and words
 

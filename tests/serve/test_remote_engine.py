@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pytest import MonkeyPatch
@@ -26,6 +26,8 @@ from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
 from draftproof.serve.ipc.status import socket_address, write_status
 from draftproof.serve.worker import frontend_connection, frontends, step_sender, worker
 from draftproof.text.logprobs import LogprobMaps
+from draftproof.text.reasoning.budget import ThinkingBudget
+from draftproof.text.reasoning.section import ReasoningSection
 from draftproof.types import Request
 from text_pieces import CONFIG, Pieces
 from words import Words
@@ -130,18 +132,28 @@ def test_worker_compiles_grammars(make: Any, portable: Any, tmp_path: Path, monk
     pieces, guided = Pieces(), params(logprobs=3, structured_outputs={"choice": ["abba", "bab"]})
     words = Words(["abba", "bab"], [pieces.token_bytes(i) for i in range(CONFIG["vocab_size"])], {2}, 2)
 
-    def grammar(options: SamplingParams) -> Any:
+    end = pieces.encode("b")
+    budget = ThinkingBudget(ReasoningSection(cast(Any, pieces), (), ("b",)), True, 2, end)
+
+    def grammar(options: SamplingParams, prompt: list[int]) -> Any:
+        assert prompt == pieces.encode("ab") or not options.needs_grammar
+        if options.thinking_token_budget is not None:
+            return budget
         if options.structure and "never" in (options.structure.choice or ()):
             raise RequestError("structured_outputs: invalid", "structured_outputs")
         return options.structure and words
 
     monkeypatch.setattr(llm._grammars, "compile", grammar)
     want = llm.generate("ab", guided)[0]
+    limited = params(logprobs=3, thinking_token_budget=2, logit_bias={end[0]: -50.0})
+    wanted_limited = llm.generate("ab", limited)[0]
+    assert wanted_limited.outputs[0].token_ids.index(end[0]) == 2
 
     async def main(remote: RemoteLLM) -> None:
         free = asyncio.create_task(remote.generate(*SENDABLE[1]))
         assert facts(await remote.generate("ab", guided)) == facts(want)
         check_stream(await collect(remote.stream("ab", guided)), want)
+        assert facts(await remote.generate("ab", limited)) == facts(wanted_limited)
         assert facts(await free) == facts(portable[1])
         bad = params(structured_outputs={"choice": ["never"]})
         with pytest.raises(RequestError, match="structured_outputs: invalid") as caught:

@@ -137,6 +137,8 @@ def test_prompt_is_open_only_by_the_text_behind_the_last_special_token() -> None
         "": False,
     }
     assert {text: model.is_open(pieces.encode(text)) for text in cases} == cases
+    seed, pieces = reasoning("seed_oss", "<seed:bos>", "<seed:think>", "<seed:cot_budget_reflect>")
+    assert seed.is_open(pieces.encode("<seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>"))
     always, pieces = reasoning("deepseek_r1", "<User>", "<Assistant>")
     assert always.is_open(pieces.encode("<User>hi<Assistant>"))
     assert not always.is_open(pieces.encode("<User>hi<Assistant></think>"))

@@ -70,6 +70,7 @@ FORMATS = {
             ("</seed:think>",),
             ("<seed:think>",),
             names=("seed-oss",),
+            label="<seed:cot_budget_reflect>",
         ),
         ReasoningFormat("kimi", "Kimi-VL, Kimi K1.5", ("◁think▷",), ("◁/think▷",), ("◁think▷",)),
         ReasoningFormat("exaone", "EXAONE Deep", ("<thought>",), ("</thought>",), ("</thought>",)),

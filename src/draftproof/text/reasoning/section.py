@@ -93,7 +93,7 @@ class Reasoning:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         ends = form.ends if form.call_start is None else (*form.ends, form.call_start)
         self.section = ReasoningSection(tokenizer, form.starts, ends)
-        markers = (*form.starts, *ends, *(form.answer or ()))
+        markers = (*form.starts, *ends, form.label, *(form.answer or ()))
         own = {i for i in tokenizer.special_ids if _is_part(tokenizer.token_bytes(i), markers)}
         self.has_special_tokens = bool(own)  # the text of an output must contain them
         self._boundaries = tokenizer.special_ids - own
