@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from draftproof.errors import LoadError as LoadError
     from draftproof.errors import QueueFullError as QueueFullError
     from draftproof.errors import RequestError as RequestError
+    from draftproof.frontend.beam_search import BeamSearchOutput as BeamSearchOutput
+    from draftproof.frontend.beam_search import BeamSearchParams as BeamSearchParams
     from draftproof.frontend.pooler import PoolingParams as PoolingParams
     from draftproof.llm import LLM as LLM
     from draftproof.metrics import EngineStats as EngineStats
@@ -43,6 +45,7 @@ _NAMES = {
         *("ConfigError", "DraftproofError", "EngineClosedError", "EngineDeadError", "EngineDownError"),
         *("LoadError", "QueueFullError", "RequestError"),
     ),
+    "frontend.beam_search": ("BeamSearchOutput", "BeamSearchParams"),
     "frontend.pooler": ("PoolingParams",),
     "llm": ("LLM",),
     "metrics": ("EngineStats", "SpecStats"),

@@ -19,7 +19,7 @@ import asyncio
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -175,6 +175,11 @@ class AsyncLLM:
     def stats(self) -> SpecStats:
         """Speculation counters of all finished outputs."""
         return self._llm.stats
+
+    @property
+    def default_options(self) -> Mapping[str, Any]:
+        """Sampling options of requests that give none, from the model's generation_config.json."""
+        return self._llm.default_options
 
     @property
     def limits(self) -> Limits:

@@ -100,7 +100,6 @@ class EngineConfig:
         "auto",
         "sampling options of requests that give none; `auto`: `generation_config.json` of the model, `vllm`: "
         "the defaults of `SamplingParams`, or a folder with the file",
-        api_only=True,
     )
     pooling_type: str = option(
         "auto",

@@ -12,6 +12,7 @@ from typing import Any
 from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import EngineClosedError, LoadError, QueueFullError
+from draftproof.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, step_logprobs
 from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
 from draftproof.frontend.pooler import PoolingParams, pooling_params_for, read_pooler
 from draftproof.frontend.progress import progress_bar
@@ -21,7 +22,7 @@ from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.outputs import EmbeddingRequestOutput, RequestOutput, ScoreOutput, TokenEvent
 from draftproof.sampling_params import SamplingParams
-from draftproof.text.generation_config import default_params
+from draftproof.text.generation_config import default_options
 from draftproof.text.grammar.compiler import GrammarCompiler
 from draftproof.text.prompts import Prompt, prompt_list
 from draftproof.text.reasoning.section import find_reasoning
@@ -54,7 +55,7 @@ class LLM(InputProcessor):
             seed=self.config.seed or 0,
         )
         self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
-        self.default_params = default_params(self.config.generation_config, checkpoint.source)
+        self.default_options = default_options(self.config.generation_config, checkpoint.source)
         self.pooler = read_pooler(self.config, checkpoint.config.hidden_size, checkpoint.source)
         with progress_bar() as show:
             self.engine = Engine(self.config, checkpoint, show)
@@ -110,6 +111,32 @@ class LLM(InputProcessor):
         with _no_full_collection():
             results = self._run(jobs, len(listed), progress=use_tqdm and len(listed) > 1)
         return [self.pooler.output(result, p) for result, p in zip(results, params, strict=True)]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Return the `beam_width` best continuations of each prompt, best first.
+
+        Every step is a request of one token for each beam; their common tokens come from the prefix cache.
+        """
+        listed = [self.read_prompt(prompt)[1] for prompt in prompt_list(prompts)]
+        for ids in listed:
+            self.check_beams(ids, params)
+        searches = [BeamSearch(ids, params, self._eos_token_ids()) for ids in listed]
+        vocab_size = self.engine.limits.vocab_size
+        with progress_bar() if use_tqdm else nullcontext() as show:
+            for step in range(params.max_tokens):
+                beams = [(search, beam) for search in searches for beam in search.beams]
+                if not beams:
+                    break
+                tokens: list[Prompt] = [{"prompt_token_ids": beam.tokens} for _, beam in beams]
+                results = self.generate(tokens, params.step_params(vocab_size), use_tqdm=False)
+                rows = [step_logprobs(result) for result in results]
+                for search in searches:
+                    search.advance([row for (one, _), row in zip(beams, rows, strict=True) if one is search])
+                if show is not None:
+                    show("searching", step + 1, params.max_tokens)
+        return [search.output(self.tokenizer) for search in searches]
 
     def score(
         self,

@@ -60,7 +60,16 @@ def api(served: Served) -> Any:
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models/{model}"]
+    "path",
+    [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/score",
+        "/tokenize",
+        "/detokenize",
+        "/v1/models/{model}",
+    ],
 )
 def test_fuzzed_requests_match_the_document(api: Any, path: str, mode: GenerationMode) -> None:
     method = "GET" if "{" in path else "POST"

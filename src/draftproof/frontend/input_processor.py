@@ -8,10 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from draftproof.config import EngineConfig
 from draftproof.errors import RequestError, nearest
+from draftproof.frontend.beam_search import BeamSearchParams
 from draftproof.frontend.engine_client import EngineClient
 from draftproof.frontend.metric_list import Metric, metric_list
 from draftproof.frontend.pooler import Pooler, PoolingParams
@@ -38,7 +41,7 @@ class InputProcessor:
     engine: EngineClient
     tokenizer: Tokenizer | None
     tracker: RequestTracker
-    default_params = SamplingParams()  # of requests that give none
+    default_options: Mapping[str, Any] = MappingProxyType({})  # of requests that give none
     pooler = Pooler()
 
     def _init_seeds(self) -> None:
@@ -62,6 +65,11 @@ class InputProcessor:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the options of requests that give none, from the model's generation_config.json."""
         return self.default_params
+
+    @cached_property
+    def default_params(self) -> SamplingParams:
+        """Options of requests that give none."""
+        return SamplingParams(**self.default_options)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer; RequestError if the model has none."""
@@ -151,6 +159,13 @@ class InputProcessor:
         if not all(before) or not all(after):
             raise RequestError("a context or continuation has no tokens: begin with the bos token at least")
         return list(zip(before, after, strict=True))
+
+    def check_beams(self, prompt: Sequence[int], params: BeamSearchParams) -> None:
+        """Raise RequestError unless the beams of a prompt fit the model."""
+        length = self.engine.limits.max_model_len
+        if len(prompt) + params.max_tokens > length:
+            text = f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}"
+            raise RequestError(f"{text}: together at most {length}", "max_tokens")
 
     def close(self) -> None:
         """Release what is not released by itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from draftproof.errors import LoadError, RequestError
 from draftproof.models.config import read_json
@@ -20,23 +21,24 @@ OPTIONS = {
 }
 
 
-def default_params(setting: str, source: Path | None) -> SamplingParams:
-    """Return the options of requests that give none.
+def default_options(setting: str, source: Path | None) -> dict[str, Any]:
+    """Return the sampling options of requests that give none, by their names in SamplingParams.
 
     `setting`: "auto" reads the file of the model at `source`, if it has one; "vllm" reads none; any other
     value is a folder with the file.
     """
     folder = source if setting == "auto" else Path(setting).expanduser()
     if setting == "vllm" or folder is None:
-        return SamplingParams()
+        return {}
     path = folder / FILE_NAME
     if not path.is_file():
         if setting == "auto":
-            return SamplingParams()
+            return {}
         raise LoadError(f"generation_config: {path} does not exist; use 'auto', 'vllm' or a folder with it")
     values = read_json(path)
     given = {name: values[key] for key, name in OPTIONS.items() if values.get(key) is not None}
     try:
-        return SamplingParams(**given)
+        SamplingParams(**given)
     except RequestError as error:
         raise LoadError(f"{path}: {error}; correct the file, or set generation_config='vllm'") from error
+    return given

@@ -14,6 +14,7 @@ from draftproof.models.config import read_json
 from draftproof.models.gguf.file import end_token_ids, is_gguf, read_gguf
 from draftproof.text.chat_template import ChatTemplate
 from draftproof.text.control_text import ControlTexts, Spans
+from draftproof.text.fill_in_middle import encode_inside, find_layout
 from draftproof.text.gguf_tokenizer import build_tokenizer
 from draftproof.text.token_bytes import byte_decoder
 
@@ -35,6 +36,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         eos_token_ids: Sequence[int] = (),
         chat_template: str | None = None,
+        gguf_metadata: Mapping[str, Any] | None = None,
         where: str = "tokenizer",
     ) -> None:
         self.backend = backend
@@ -56,6 +58,7 @@ class Tokenizer:
         self.strip_left = decoder.strip_left
         self._to_bytes = decoder.to_bytes
         self.longest = max(map(len, backend.get_vocab()), default=1)  # token, in characters
+        self.fim = find_layout(backend, gguf_metadata)
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 
@@ -122,6 +125,19 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"the text is not valid Unicode: {error}", "prompt") from error
+
+    def fill_in_middle(
+        self, prefix: str | Sequence[int], suffix: str, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the prompt of a text between two parts; RequestError without the tokens for it."""
+        if self.fim is None:
+            hint = "send the text before the output as the prompt"
+            raise RequestError(f"suffix: the tokenizer of this model has no tokens for it; {hint}", "suffix")
+        before = self.encode(prefix, add_special_tokens=False) if isinstance(prefix, str) else prefix
+        has_space_prefix = self.strip_left > 0
+        after = encode_inside(self.backend, suffix) if has_space_prefix else self.encode(suffix, False)
+        begins = add_special_tokens and self.encode("")[:1] == [self.bos_token_id]
+        return self.encode("")[:begins] + self.fim.token_ids(before, after)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. An id outside the vocabulary adds nothing."""
@@ -198,6 +214,7 @@ def _from_gguf(path: Path) -> Tokenizer:
         special_tokens=special,
         eos_token_ids=end_token_ids(meta),
         chat_template=meta.get("tokenizer.chat_template"),
+        gguf_metadata=meta,
         where=str(path),
     )
 

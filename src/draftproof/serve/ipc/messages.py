@@ -71,7 +71,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     strategies: StrategyGuarantees
     eos_token_ids: tuple[int, ...]
     tokenizer: str | None  # a folder or file
-    default_params: dict[str, Any]  # `changed_params` of requests that give no options
+    default_options: dict[str, Any]  # sampling options of requests that give none
     pooler: Pooler
     description: str
 

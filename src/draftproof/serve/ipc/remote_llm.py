@@ -22,7 +22,6 @@ from draftproof.frontend.input_processor import InputProcessor
 from draftproof.frontend.request_tracker import RequestTracker
 from draftproof.metrics import StepTotals, WorkerStatus
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.ipc.messages import build_params
 from draftproof.serve.ipc.remote_engine import CONNECT_SECONDS, RemoteEngine
 from draftproof.text.tokenizer import Tokenizer, load_tokenizer
 from draftproof.types import Grammar
@@ -38,7 +37,7 @@ class RemoteFrontend(InputProcessor):
     def __init__(self, engine: RemoteEngine, tokenizer: Tokenizer | None) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.config = EngineConfig.parse(engine.info.model, engine.info.options)
-        self.default_params = build_params(engine.info.default_params)
+        self.default_options = engine.info.default_options
         self.pooler = engine.info.pooler
         self.tracker = RequestTracker(engine)
         self._init_seeds()

@@ -23,7 +23,6 @@ from draftproof.serve.ipc.messages import (
     AddRequests,
     EngineInfo,
     Hello,
-    changed_params,
     decode_message,
     encode,
 )
@@ -155,7 +154,7 @@ def describe_engine(llm: LLM, options: dict[str, Any]) -> EngineInfo:
         strategies=engine.guarantees,
         eos_token_ids=engine.eos_token_ids,
         tokenizer=None if llm.tokenizer is None else llm.tokenizer.where,
-        default_params=changed_params(llm.default_params),
+        default_options=dict(llm.default_options),
         pooler=llm.pooler,
         description=engine.describe(),
     )

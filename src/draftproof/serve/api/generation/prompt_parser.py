@@ -135,7 +135,20 @@ class PromptParser:
         if num_choices > self._settings.max_choices:
             text = f"prompt: {len(prompts)} prompts with n={n} are {num_choices} choices, and the maximum is "
             raise ApiError(400, f"{text}{self._settings.max_choices}", "prompt")
-        return await self.tokenized(prompts, special)
+        if not body.suffix:
+            return await self.tokenized(prompts, special)
+        texts = [body.suffix, *(prompt for prompt in prompts if isinstance(prompt, str))]
+        for text in texts:
+            self.check_characters(len(text), "suffix" if text is body.suffix else "prompt")
+        join = partial(self._fill_in_middle, prompts, body.suffix, special)
+        return await in_thread_if(sum(map(len, texts)) > LONG_TEXT_CHARACTERS, join)
+
+    def _fill_in_middle(self, prompts: list[Any], suffix: str, special: bool) -> list[ParsedPrompt]:
+        parsed = []
+        for prompt in prompts:
+            parsed.append(ParsedPrompt(self.tokenizer.fill_in_middle(prompt, suffix, special)))
+            self.check_length(parsed[-1])
+        return parsed
 
     async def tokenized(
         self, prompts: list[Any], add_special_tokens: bool, name: str = "prompt", keep_last: int | None = None

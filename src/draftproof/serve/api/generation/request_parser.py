@@ -60,8 +60,10 @@ class RequestParser:
         if body.best_of is not None and body.best_of != n:
             raise ApiError(400, "best_of is not supported: use n", "best_of", "unsupported_option")
         echo = bool(body.echo)
-        limit = _token_limit(body)
-        max_tokens = 16 if limit is None else limit
+        if body.suffix and echo:
+            raise ApiError(400, "echo cannot be combined with suffix: the prompt has both texts", "echo")
+        max_tokens = _token_limit(body, self._llm.default_options.get("max_tokens", 16))
+        assert max_tokens is not None
         if max_tokens == 0 and not echo:
             raise ApiError(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
         if echo and body.logprob_token_ids is not None:
@@ -77,6 +79,7 @@ class RequestParser:
             max_tokens=max(max_tokens, 1),
             logprobs=body.logprobs,
             prompt_logprobs=max(widths, default=None),
+            **self._suffix_params(body),
         )
         params = await in_thread_if(body.num_items > LONG_LIST_ITEMS, make)
         prompts = await self._prompts.completion(body, n)
@@ -107,7 +110,7 @@ class RequestParser:
             body,
             seed,
             key,
-            max_tokens=_token_limit(body),
+            max_tokens=_token_limit(body, self._llm.default_options.get("max_tokens")),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             prediction=prediction,
@@ -178,7 +181,8 @@ class RequestParser:
         return found
 
     def _params(self, body: schema.GenerationRequest, seed: int, key: str, **more: Any) -> SamplingParams:
-        given = {name: getattr(body, name) for name in _SAME_NAMES if getattr(body, name) is not None}
+        given = dict(self._llm.default_options)
+        given |= {name: getattr(body, name) for name in _SAME_NAMES if getattr(body, name) is not None}
         speculative = body.speculative
         if isinstance(speculative, schema.Speculative):
             given["speculative"] = msgspec.to_builtins(speculative)
@@ -197,6 +201,13 @@ class RequestParser:
         except RequestError as error:
             param = option if error.param == "structured_outputs" else error.param
             raise ApiError(400, str(error), param) from error
+
+    def _suffix_params(self, body: schema.CompletionRequest) -> dict[str, Any]:
+        """Return the sampling options of fill in the middle: further tokens end the output."""
+        fim = self._prompts.tokenizer.fim if body.suffix and not body.ignore_eos else None
+        if fim is None:
+            return {}
+        return {"stop_token_ids": [*(body.stop_token_ids or ()), *fim.end_token_ids]}
 
     def _count_logprobs(self, prompts: list[ParsedPrompt], params: SamplingParams) -> int:
         """Return an upper bound of the logprobs in the response; ApiError if it exceeds the limit."""
@@ -224,12 +235,15 @@ _SAME_NAMES = (
 )
 
 
-def _token_limit(body: schema.CompletionRequest | schema.ChatCompletionRequest) -> int | None:
+def _token_limit(
+    body: schema.CompletionRequest | schema.ChatCompletionRequest, default: int | None
+) -> int | None:
     """Return max_tokens under its old or new name; some clients send both."""
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise ApiError(400, f"max_tokens is {old} and max_completion_tokens {new}: give one", "max_tokens")
-    return new if old is None else old
+    given = new if old is None else old
+    return default if given is None else given
 
 
 def _structure(body: schema.GenerationRequest) -> tuple[dict[str, Any] | None, str]:

@@ -184,6 +184,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     best_of: OneOrMore | None = None
     add_special_tokens: bool | None = None
+    suffix: str | None = None  # text after the output, for models with tokens for it
 
 
 class TextPart(Strict, kw_only=True, tag_field="type", tag="text"):
@@ -313,11 +314,11 @@ class DetokenizeRequest(Strict, kw_only=True):
 
 
 _NO_TOOLS = "tools are for /v1/chat/completions"
-_NO_BEAM_SEARCH = "beam search is not supported"
+_NO_BEAM_SEARCH = "beam search is a method of LLM, not of the server"
 _ONLY_TEXT, _USE_STRUCTURE = "only text is supported", "use structured_outputs"
 # options of other servers: why they are not supported, and values that change nothing and are accepted
 UNSUPPORTED: Unsupported = {
-    "suffix": ("text after the completion is not supported", (None, "")),
+    "suffix": ("it is for /v1/completions", (None, "")),
     "tools": (_NO_TOOLS, (None, [])),
     "tool_choice": (_NO_TOOLS, (None, "none", "auto")),
     "functions": ("use tools", (None, [])),
