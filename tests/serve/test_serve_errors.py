@@ -57,7 +57,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "seed": [1 << 63],
     "metadata": [{"k": "x" * 513}, {f"k{i}": "" for i in range(17)}],
     "store": [True],
-    "service_tier": ["fast"],
+    "service_tier": ["slow"],
     "priority": [1 << 40],
     "cache_salt": [""],
     "request_id": ["no spaces"],
