@@ -29,7 +29,7 @@ export class Composer {
 
   async send() {
     const text = $("prompt").value.trim(), files = this.attachments.files;
-    if (this.session.running || (!text && !files.length)) return;
+    if ((!text && !files.length) || this.session.isBusy()) return;
     this.#set("", []);
     if (await this.session.send(text, files)) return;
     const typed = $("prompt").value;   // while the request was in progress

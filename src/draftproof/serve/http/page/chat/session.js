@@ -102,9 +102,15 @@ export class Session extends EventTarget {
     this.running?.controller.abort();
   }
 
+  // Return whether a request is in progress, and show that a second one has to wait.
+  isBusy() {
+    if (this.running) this.onError(new Error("An answer is still being written: wait for its end, or stop it (Esc)."));
+    return this.running !== null;
+  }
+
   // Add messages after `parent` and generate an answer. If it stays empty, everything is as before.
   async #answer(messages, parent) {
-    if (this.running) return false;
+    if (this.isBusy()) return false;
     const conversation = this.conversation, before = conversation.leaf;
     let settings;
     try { settings = this.readSettings(); } catch (error) { this.onError(error); return false; }
@@ -149,7 +155,7 @@ export class Session extends EventTarget {
 
   // Generate an answer again with the same seed, without speculation, and store the differences.
   async compare(answer, conversation = this.conversation) {
-    if (this.running) return;
+    if (this.isBusy()) return;
     await this.#run(conversation, answer, async (signal) => {
       const messages = apiMessages(conversation.path(answer.parent), answer.system);
       this.#emit("comparing", answer);

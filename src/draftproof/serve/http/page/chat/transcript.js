@@ -82,7 +82,7 @@ export class Transcript {
       item.querySelector("[data-action=edit]").focus();
     };
     const form = editor(message, text, async (changed) => {
-      if (this.session.running) return;
+      if (this.session.isBusy()) return;
       if (!await this.session.edit(message, changed)) this.edit(message, changed);
     }, cancel);
     for (const element of old) element.hidden = true;
@@ -95,7 +95,7 @@ export class Transcript {
   // Open the editor of the last prompt.
   editLast() {
     const last = this.session.conversation.path().findLast((message) => message.role === "user");
-    if (last && !this.session.running) this.edit(last);
+    if (last) this.edit(last);
   }
 
   #follow() {

@@ -67,12 +67,12 @@ export class ServerView {
   }
 
   #drawChart() {
-    const top = Math.max(1, ...this.#speeds), step = WIDTH / (NUM_POINTS - 1);
+    const most = Math.max(...this.#speeds), top = Math.max(1, most), step = WIDTH / (NUM_POINTS - 1);
     const begin = NUM_POINTS - this.#speeds.length;
     const points = this.#speeds.map((speed, i) => (
       `${((begin + i) * step).toFixed(1)},${(HEIGHT - 2 - (HEIGHT - 4) * speed / top).toFixed(1)}`));
     $("s-line").setAttribute("points", points.join(" "));
-    $("s-top").textContent = `at most ${top.toFixed(0)} tokens per second`;
+    $("s-top").textContent = `at most ${most.toFixed(0)}`;
   }
 
   #drawPages(all, used, cached) {
