@@ -41,11 +41,11 @@ def bottom_gap(page: Any) -> float:
 def test_second_turn_is_in_view_while_it_is_written(browser: Any, served: Served) -> None:
     for page in opened(browser, served.url, SLOW_STREAMS, viewport={"width": 1400, "height": 500}):
         ask(page, max_completion_tokens=40)
-        send_prompt(page, max_completion_tokens=200)
-        page.wait_for_selector(f"{ANSWER} >> nth=1")
-        for _ in range(5):
-            page.wait_for_timeout(120)
-            assert bottom_gap(page) < 80
+        scripted(page, [{"content": f"line {at}\n\n"} for at in range(200)])
+        send_prompt(page)
+        for count in (10, 20, 30):
+            page.locator(f"{ANSWER} >> nth=1").locator("p", has_text=f"line {count}").wait_for()
+            assert bottom_gap(page) < 80 and page.locator("#stop").is_visible()
         # a reader who scrolls up is not moved, and gets a way back
         page.evaluate("document.getElementById('scroller').scrollTop = 0")
         page.wait_for_timeout(300)

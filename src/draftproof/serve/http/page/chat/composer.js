@@ -48,6 +48,5 @@ export class Composer {
     $("send").hidden = isRunning;
     $("stop").hidden = !isRunning;
     if (hadFocus) (isRunning ? $("stop") : $("send")).focus();
-    document.body.classList.toggle("busy", isRunning);
   }
 }
