@@ -20,6 +20,10 @@ function describe(provenance) {
   return `an accepted draft of ${provenance.split(":")[1] ?? "the proposer"}`;
 }
 
+function drafts(step) {
+  return step.drafts === 1 ? "1 draft" : `${step.drafts} drafts`;
+}
+
 export function legendItems() {
   const kinds = [...SOURCES.map((source) => `accepted:${source}`), "recovered", "bonus", "plain"];
   return kinds.map((kind) => make("li", {},
@@ -45,7 +49,7 @@ export function stepColumn(output, step, at) {
   for (let i = accepted; i < step.drafts; i++) column.append(make("i", { class: "rejected" }));
   const sampled = kinds[kinds.length - 1];
   if (sampled && !sampled.startsWith("accepted")) column.append(make("i", { class: `sampled ${sampled}` }));
-  column.title = `step ${at + 1}: ${step.drafts} drafts, ${accepted} accepted, ${step.tokens.length} tokens`;
+  column.title = `step ${at + 1}: ${drafts(step)}, ${accepted} accepted`;
   return column;
 }
 
@@ -57,7 +61,7 @@ function escaped(text) {
 export function tokenDetails(output, at) {
   const token = output.tokens[at], step = output.steps[token.step];
   const about = make("p", { class: "about" }, `Token ${at + 1} of ${output.tokens.length}, id ${token.id}: `
-    + `${describe(token.provenance)}. Step ${token.step + 1}, ${step.drafts} drafts.`);
+    + `${describe(token.provenance)}. Step ${token.step + 1}, ${drafts(step)}.`);
   const lines = token.top.map((line) => (
     { ...line, isSampled: line.token === token.name && line.logprob === token.logprob }));
   if (!lines.some((line) => line.isSampled)) lines.push({ token: token.name, logprob: token.logprob, isSampled: true });
