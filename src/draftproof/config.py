@@ -45,8 +45,10 @@ class EngineConfig:
     )
     quantization: str = option(
         "none",
-        "quantise linear layers on load; `int8`: weights per output channel, activations per token",
-        choices=("none", "int8"),
+        "arithmetic of linear layers. Made on load: `int8` (weights per output channel, activations per "
+        "token), `int4` (groups of 32, activations in int8 per group). `gguf`: the blocks of a GGUF file. "
+        "`int4` and `gguf` need the backend `cpu`, `torch` or `reference`",
+        choices=("none", "int8", "int4", "gguf"),
     )
     device: str = option("auto", "`cpu`, `cuda` or `cuda:1`; `auto`: a usable GPU, else the CPU")
     backend: str = option(

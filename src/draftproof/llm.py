@@ -53,6 +53,7 @@ class LLM(InputProcessor):
             load_format=self.config.load_format,
             revision=self.config.revision,
             seed=self.config.seed or 0,
+            keep_blocks=self.config.quantization == "gguf",
         )
         self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
         self.default_options = default_options(self.config.generation_config, checkpoint.source)

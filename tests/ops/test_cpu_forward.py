@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ pytest.importorskip("numba")
 
 from cpu_cases import CPU, KINDS, PAGE, close, make, poison, rand, same
 from draftproof.ops.cpu.backend import CpuOps
+from draftproof.ops.cpu.gemm import blocks, w8a8
+from draftproof.ops.cpu.gemm.block_dot import BlockLayout
 from draftproof.ops.cpu.jit import amx
+from draftproof.ops.cpu.jit.compile import _closure_key
 from opcheck import Paged
 
 
@@ -186,15 +190,24 @@ def test_wrong_shapes_and_dtypes_are_rejected(call: Any) -> None:
         call(make("fp32")[0])
 
 
-def test_w8a8_without_the_dot_product_instruction_has_the_same_bits() -> None:
-    from draftproof.ops.cpu.gemm import w8a8
-
+@pytest.mark.parametrize("low", (0, -8))
+def test_quantized_linear_without_the_dot_product_instruction_has_the_same_bits(
+    low: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ops, dtype = make("bf16")
-    data = torch.randint(-127, 128, (97, 44), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
-    packed = ops.forward.pack_quantized("w8a8", data, rand(97).abs(), None)
-    x = rand(5, 44, dtype=dtype, seed=2)
-    found = ops.forward.linear(x, packed)
-    other = [w8a8.make_linear(out_bf16, dot_product=False) for out_bf16 in (False, True)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(w8a8, "LINEAR", other)
-        assert same(ops.forward.linear(x, packed), found)
+    random = torch.Generator().manual_seed(1)
+    data = torch.randint(low, low + 16, (97, 64), generator=random, dtype=torch.int8)
+    x = rand(5, 64, dtype=dtype, seed=2)
+    rows = ops.forward.pack_quantized("w8a8", data, rand(97).abs(), None)
+    groups = ops.forward.pack_quantized("blocks", data, rand(97, 2, 2), None)
+    found = [ops.forward.linear(x, packed) for packed in (rows, groups)]
+    monkeypatch.setattr(w8a8, "LINEAR", [w8a8.make_linear(bf16, dot_product=False) for bf16 in (False, True)])
+    monkeypatch.setattr(blocks, "has_dot_product", lambda: False)
+    assert all(same(ops.forward.linear(x, p), y) for p, y in zip((rows, groups), found, strict=True))
+
+
+def test_kernels_of_all_block_layouts_have_keys_of_their_own() -> None:
+    switch = (False, True)
+    layouts = [BlockLayout(*values) for values in product(switch, (16, 32), switch, switch)]
+    made = [blocks.make_linear(*values) for values in product(layouts, switch, switch)]
+    assert len({_closure_key(kernel.fn) for kernel in made}) == len(made) == 64

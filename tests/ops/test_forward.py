@@ -74,49 +74,72 @@ def test_linear_equals_reference(
         assert_close(logits, REFERENCE.forward.linear(x, want, torch.float32), torch.float32)
 
 
-FORMATS = sorted({name for ops in OPS.values() for name in ops.forward.weight_formats})
+# Name, smallest and largest integer, elements of a group (0: one scale per output row), has a minimum.
+QUANTIZED = (
+    ("w8a8", -127, 127, 0, False),
+    ("blocks", 0, 15, 32, True),
+    ("blocks", -127, 127, 32, False),
+    ("blocks", -32, 31, 16, False),
+    ("blocks", 0, 31, 16, True),
+)
+QUANTIZED_SHAPES = ((53, 96), (1, 32), (33, 64))
+every_format = pytest.mark.parametrize("form", QUANTIZED, ids=lambda form: "-".join(map(str, form)))
 
 
 def quantized(
-    name: str, shape: tuple[int, int], with_bias: bool
+    form: tuple[str, int, int, int, bool], shape: tuple[int, int], bias: bool
 ) -> tuple[str, Tensor, Tensor, Tensor | None]:
     """Return the arguments of `pack_quantized` for a random weight."""
+    name, low, high, group, has_min = form
     random = torch.Generator().manual_seed(shape[0])
-    data = torch.randint(-127, 128, shape, generator=random, dtype=torch.int8)
-    return name, data, torch.rand(shape[0], generator=random), randn(shape[0]) if with_bias else None
+    data = torch.randint(low, high + 1, shape, generator=random, dtype=torch.int8)
+    sizes = (shape[0], shape[1] // group, 2) if group else shape[:1]
+    scales = torch.rand(sizes, generator=random) / 64
+    if group == 32:  # exact in fp16, as GGUF stores scales
+        scales = scales.half().float()
+    if group and not has_min:
+        scales[..., 1] = 0
+    return name, data, scales, randn(shape[0]) if bias else None
 
 
 @others
 @dtypes
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", (*SHAPES, (33, 7)))
-@pytest.mark.parametrize("with_bias", (False, True))
-def test_quantized_linear_has_the_bits_of_the_reference(
-    ops: Ops, dtype: torch.dtype, name: str, shape: tuple[int, int], with_bias: bool
+@every_format
+@pytest.mark.parametrize("shape", QUANTIZED_SHAPES)
+def test_quantized_linear_equals_reference(
+    ops: Ops, dtype: torch.dtype, form: tuple[str, int, int, int, bool], shape: tuple[int, int]
 ) -> None:
-    arguments = quantized(name, shape, with_bias)
-    packed, want = ops.forward.pack_quantized(*arguments), REFERENCE.forward.pack_quantized(*arguments)
-    for rows in (0, 1, 2, 9, 17):
-        x = randn(rows, shape[1], seed=rows, dtype=dtype)
-        x[1:2] = 0
-        for out in DTYPES:
-            got, defined = (each.forward.linear(x, p, out) for each, p in ((ops, packed), (REFERENCE, want)))
-            assert torch.equal(got, defined) and got.dtype == out
+    """Compare bits where one scale covers a row, and values where groups are added in fp32."""
+    if form[0] not in ops.forward.weight_formats:
+        pytest.skip(f"{ops.name} does not multiply {form[0]}")
+    for bias in (False, True):
+        arguments = quantized(form, shape, bias)
+        packed, want = ops.forward.pack_quantized(*arguments), REFERENCE.forward.pack_quantized(*arguments)
+        for rows in (0, 1, 2, 9):
+            x = randn(rows, shape[1], seed=rows, dtype=dtype)
+            x[1:2] = 0
+            got, defined = (o.forward.linear(x, p) for o, p in ((ops, packed), (REFERENCE, want)))
+            assert_close(got, defined, dtype)
+            if form[0] == "w8a8":
+                wide = [o.forward.linear(x, p, torch.float32) for o, p in ((ops, packed), (REFERENCE, want))]
+                assert torch.equal(got, defined) and torch.equal(*wide)
 
 
 @every
-@pytest.mark.parametrize("name", FORMATS)
-def test_rows_of_quantized_linear_are_independent(ops: Ops, name: str) -> None:
-    packed = ops.forward.pack_quantized(*quantized(name, (70, 40), with_bias=True))
-    pool = randn(POOL, 40, seed=3) * torch.logspace(-3, 3, POOL)[:, None]
+@every_format
+def test_rows_of_quantized_linear_are_independent(ops: Ops, form: tuple[str, int, int, int, bool]) -> None:
+    if form[0] not in ops.forward.weight_formats:
+        pytest.skip(f"{ops.name} does not multiply {form[0]}")
+    packed = ops.forward.pack_quantized(*quantized(form, (70, 64), bias=True))
+    pool = randn(POOL, 64, seed=3) * torch.logspace(-3, 3, POOL)[:, None]
     assert not rows_that_differ(lambda rows: ops.forward.linear(pool[rows], packed), **turns_for(ops, True))
 
 
 def test_activation_scale_of_a_batch_is_detected() -> None:
     """Negative control: one scale for all rows of a call makes rows depend on each other."""
     ops = TorchOps(CPU)
-    packed = ops.forward.pack_quantized(*quantized("w8a8", (20, 40), with_bias=False))
-    pool = randn(POOL, 40, seed=3) * torch.logspace(-3, 3, POOL)[:, None]
+    packed = ops.forward.pack_quantized(*quantized(QUANTIZED[0], (20, 64), bias=False))
+    pool = randn(POOL, 64, seed=3) * torch.logspace(-3, 3, POOL)[:, None]
 
     def batch_scale(rows: list[int]) -> Tensor:
         x = pool[rows]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
 
 from draftproof.config import EngineConfig
 from draftproof.engine.drafting import budget_kernels
@@ -24,7 +27,7 @@ from draftproof.models.draft_head.model import TargetParts
 from draftproof.models.load import Checkpoint
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
-from draftproof.models.weight_formats import quantize_linears
+from draftproof.models.weight_formats import FloatWeight, WeightTensor, quantize_linears
 from draftproof.ops import Ops, resolve, resolve_device
 from draftproof.propose import PROPOSERS
 from draftproof.propose.base import DeviceProposer, Proposer, ProposerEnv
@@ -64,9 +67,10 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
     model_config = checkpoint.config
     device = resolve_device(config.device)
     ops = resolve(config.backend, device, config.numerics)
-    identity = TargetIdentity.from_weights(model_config, checkpoint.tensors)
+    identity = _target_identity(checkpoint)
     weights = checkpoint.weights
     quantize_linears(weights, config.quantization)
+    check_formats(weights, ops)
     sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config.speculative, checkpoint))
     lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
     model = create_model(model_config, weights, ops, sizes.max_len)
@@ -114,6 +118,25 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
         at_once=None if config.max_num_waiting is None else sizes.num_seqs + config.max_num_waiting,
     )
     return EngineParts(ops, runner, loop, limits, strategies)
+
+
+def _target_identity(checkpoint: Checkpoint) -> TargetIdentity:
+    """Return the identity of the target from its norms and the first rows of its embedding."""
+    table = "model.embed_tokens.weight"
+    tensors = {n: w.dequantize() for n, w in checkpoint.weights.items() if n.endswith("norm.weight")}
+    first = torch.arange(min(64, checkpoint.weights[table].shape[0]))
+    tensors[table] = checkpoint.weights[table].rows(first).dequantize()
+    return TargetIdentity.from_weights(checkpoint.config, tensors)
+
+
+def check_formats(weights: Mapping[str, WeightTensor], ops: Ops) -> None:
+    """Refuse quantised weights that the backend would have to unpack."""
+    formats = {weight.format for weight in weights.values() if not isinstance(weight, FloatWeight)}
+    if missing := formats - ops.forward.weight_formats:
+        raise ConfigError(
+            f"the {ops.name} backend does not multiply weights in the format {', '.join(sorted(missing))}: "
+            "use backend='cpu', or leave quantization out"
+        )
 
 
 def _build_loop(

@@ -27,14 +27,16 @@ class DenseDecoder:
         self.config = config
         self.ops = ops
         self.rope = rope_table(config, max_len).to(ops.device)
-        packer = WeightPacker(weights, ops)
+        packer = WeightPacker(weights, ops, weights["model.norm.weight"].dequantize().dtype)
+        table = weights["model.embed_tokens.weight"]
         self.embedding = packer.tensor("model.embed_tokens.weight")
         self.layers = [
             decoder_layer(packer, f"model.layers.{i}.", config, i) for i in range(config.num_layers)
         ]
         self.norm = packer.tensor("model.norm.weight")
         if config.tie_embeddings:
-            self.lm_head = pack_weight(ops, FloatWeight(self.embedding))
+            is_packed = table.format in ops.forward.weight_formats
+            self.lm_head = pack_weight(ops, table if is_packed else FloatWeight(self.embedding))
         else:
             self.lm_head = packer.packed(["lm_head"], bias=False)
 

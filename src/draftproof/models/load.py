@@ -24,7 +24,7 @@ from draftproof.models.expected_tensors import (
     split_draft_tensors,
 )
 from draftproof.models.gguf.file import is_gguf, read_gguf
-from draftproof.models.gguf.llama import config_from_gguf, gguf_tensors
+from draftproof.models.gguf.llama import config_from_gguf, gguf_tensors, gguf_weights
 from draftproof.models.gguf.weight_cache import read_unpacked, unpacked_path, write_unpacked
 from draftproof.models.hub import find_model
 from draftproof.models.registry import config_from_hf, expected_tensors
@@ -33,6 +33,7 @@ from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
 from draftproof.models.weight_formats import FloatWeight, WeightTensor, dequantize_all
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+NEEDS_GGUF = "quantization 'gguf' computes from the blocks of a GGUF file: give one as model"
 _STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -64,17 +65,21 @@ def load_checkpoint(
     revision: str | None = None,
     seed: int = 0,
     progress: bool = True,
+    keep_blocks: bool = False,
 ) -> Checkpoint:
     """Load `model`: a folder, a .gguf file, a built-in name or a Hugging Face id.
 
     dtype "auto" keeps fp32 checkpoints in fp32 and converts every other one to bf16. `load_format` "dummy"
-    makes random weights from `seed`; it takes a ModelConfig in place of a name too.
+    makes random weights from `seed`; it takes a ModelConfig in place of a name too. `keep_blocks` keeps the
+    blocks of a GGUF file instead of dequantising them.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}: {nearest(dtype, ['auto', *DTYPES])}")
     if load_format not in ("auto", *FORMATS):
         raise ConfigError(f"unknown load_format {load_format!r}: {nearest(load_format, ['auto', *FORMATS])}")
     requested = DTYPES.get(dtype)
+    if keep_blocks and (isinstance(model, ModelConfig) or load_format not in ("auto", "gguf")):
+        raise ConfigError(NEEDS_GGUF)
     if isinstance(model, ModelConfig):
         if load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format {load_format!r} needs a model on disk")
@@ -82,6 +87,10 @@ def load_checkpoint(
     source = find_model(str(model), revision, progress)
     if load_format == "auto":
         load_format = _detect(source)
+    if keep_blocks:
+        if load_format != "gguf":
+            raise ConfigError(NEEDS_GGUF)
+        return _load_gguf_blocks(source, requested, progress)
     return FORMATS[load_format](source, requested, seed, progress)
 
 
@@ -180,6 +189,17 @@ def _load_gguf(source: Path, requested: torch.dtype | None, seed: int, progress:
         # Read back, so that the first start and later ones map the same memory.
         tensors = read_unpacked(cached, expected_tensors(config), dtype) or tensors
     return Checkpoint(config, _float_weights(tensors), dtype, path, "gguf")
+
+
+def _load_gguf_blocks(source: Path, requested: torch.dtype | None, progress: bool) -> Checkpoint:
+    """Load a GGUF file with its matrices in blocks, read anew at every start."""
+    path = _gguf_file(source)
+    assert path is not None, "checked by the caller"
+    file = read_gguf(path)
+    config = config_from_gguf(file)
+    dtype = requested or (torch.float32 if config.dtype == "float32" else torch.bfloat16)
+    weights = gguf_weights(file, config, dtype, _progress_bar(f"reading {path.name}", progress))
+    return Checkpoint(config, weights, dtype, path, "gguf")
 
 
 def _float_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:

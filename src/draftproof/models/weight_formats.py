@@ -18,6 +18,9 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.ops import Ops
 
+INT4_GROUP = 32  # elements of a row that share a scale and a minimum
+MIN_FP16_SCALE = 2.0**-14  # the smallest normal fp16: a group of equal elements has no range
+
 
 @dataclass(frozen=True, slots=True)
 class WeightTensor(ABC):
@@ -136,25 +139,76 @@ class W8A8Weight(Int8RowWeight):
         return "w8a8"
 
 
+@dataclass(frozen=True, slots=True)
+class BlockWeight(WeightTensor):
+    """Matrix of integers with a scale and a minimum per output row and group of its elements.
+
+    `data` [N, K] int8; `scales` [N, K / group, 2] fp32. An element is scale times integer plus minimum.
+    """
+
+    @property
+    def format(self) -> str:
+        """Return "blocks"."""
+        return "blocks"
+
+    @property
+    def group(self) -> int:
+        """Return the number of consecutive elements that share a scale."""
+        assert self.scales is not None
+        return self.data.shape[1] // self.scales.shape[1]
+
+    @classmethod
+    def cat(cls, weights: Sequence[Self]) -> Self:
+        """Concatenate along the output rows; the smallest group becomes that of all."""
+        group = min(weight.group for weight in weights)
+        scales = [weight.scales for weight in weights if weight.scales is not None]
+        parts = [
+            scale.repeat_interleave(weight.group // group, 1)
+            for weight, scale in zip(weights, scales, strict=True)
+        ]
+        return cls(torch.cat([weight.data for weight in weights]), torch.cat(parts))
+
+    @classmethod
+    def quantize(cls, matrix: Tensor) -> Self:
+        """Quantise a float matrix [N, K] to 4 bits: groups of 32 with an fp16 scale and minimum."""
+        columns, depth = matrix.shape
+        if depth % INT4_GROUP:
+            raise LoadError(f"rows of {depth} are not whole groups of {INT4_GROUP}")
+        groups = matrix.detach().float().view(columns, -1, INT4_GROUP)
+        low = groups.amin(2, keepdim=True).half().float()
+        scale = ((groups.amax(2, keepdim=True) - low) / 15).clamp(min=MIN_FP16_SCALE).half().float()
+        integers = ((groups - low) / scale).round().clamp(0, 15).to(torch.int8)
+        return cls(integers.view(columns, depth), torch.cat([scale, low], 2))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the matrix, computed in fp32 and rounded once, by default to bf16."""
+        assert self.scales is not None
+        scale, minimum = (part.repeat_interleave(self.group, 1) for part in self.scales.unbind(2))
+        return (scale * self.data + minimum).to(dtype or torch.bfloat16)
+
+
 FLOAT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # dtype of the stored matrix -> format; every other dtype is a FloatWeight
 FORMATS: dict[torch.dtype, type[WeightTensor]] = {torch.int8: Int8RowWeight}
 
 # value of the engine's option `quantization` -> format that weights are quantised to on load
-QUANTIZATIONS: dict[str, type[Int8RowWeight]] = {"int8": W8A8Weight}
+QUANTIZATIONS: dict[str, type[W8A8Weight] | type[BlockWeight]] = {"int8": W8A8Weight, "int4": BlockWeight}
 LINEAR_SUFFIX = "_proj.weight"  # of the linear layers; embeddings and the LM head stay floats
 
 
 def quantize_linears(weights: dict[str, WeightTensor], quantization: str) -> None:
-    """Quantise the float weights of linear layers in place, one by one; "none": no change."""
-    if quantization == "none":
+    """Quantise the float weights of linear layers in place, one by one, if `quantization` is made on load."""
+    form = QUANTIZATIONS.get(quantization)
+    if form is None:
         return
-    form = QUANTIZATIONS[quantization]
     for name, weight in weights.items():
         if name.endswith(LINEAR_SUFFIX) and isinstance(weight, FloatWeight):
             if not bool(weight.data.isfinite().all()):
                 raise LoadError(f"{name} has values that are not finite: it cannot be quantised")
-            weights[name] = form.quantize(weight.data)
+            try:
+                weights[name] = form.quantize(weight.data)
+            except LoadError as error:
+                raise LoadError(f"{name} cannot be quantised: {error}") from error
 
 
 def read_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,9 +15,13 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, RopeScaling, check_num_layers
 from draftproof.models.expected_tensors import check_shapes
-from draftproof.models.gguf.file import TYPES, GGUFFile, check_types, dequantize, end_token_ids
+from draftproof.models.gguf.blocks import read_blocks
+from draftproof.models.gguf.file import TYPES, GGUFFile, TensorInfo, check_types, dequantize, end_token_ids
 from draftproof.models.registry import expected_tensors
 from draftproof.models.rope import qk_to_halves
+from draftproof.models.weight_formats import BlockWeight, FloatWeight, WeightTensor
+
+T = TypeVar("T")
 
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -192,22 +196,54 @@ def gguf_tensors(
     file: GGUFFile, config: ModelConfig, dtype: torch.dtype, track: Callable[..., Iterable[Any]] | None = None
 ) -> dict[str, Tensor]:
     """Return every tensor of the model in `dtype`, under its Hugging Face name."""
+
+    def convert(name: str, raw: np.ndarray[Any, Any], info: TensorInfo, is_interleaved: bool) -> Tensor:
+        tensor = torch.from_numpy(dequantize(raw, info))
+        if is_interleaved:
+            tensor = qk_to_halves(name, tensor, config)
+        return tensor.to(dtype).contiguous()
+
+    return _convert_all(file, config, convert, track)
+
+
+def gguf_weights(
+    file: GGUFFile, config: ModelConfig, dtype: torch.dtype, track: Callable[..., Iterable[Any]] | None = None
+) -> dict[str, WeightTensor]:
+    """Return every weight of the model: matrices in the blocks of the file, other tensors in `dtype`."""
+
+    def convert(name: str, raw: np.ndarray[Any, Any], info: TensorInfo, is_interleaved: bool) -> WeightTensor:
+        found = read_blocks(raw, info)
+        weight: WeightTensor
+        if found is None:
+            weight = FloatWeight(torch.from_numpy(dequantize(raw, info)).to(dtype))
+        else:
+            weight = BlockWeight(torch.from_numpy(found.integers), torch.from_numpy(found.scales))
+        order = torch.arange(info.shape[0])
+        return weight.rows(qk_to_halves(name, order, config)) if is_interleaved else weight
+
+    return _convert_all(file, config, convert, track)
+
+
+def _convert_all(
+    file: GGUFFile,
+    config: ModelConfig,
+    convert: Callable[[str, np.ndarray[Any, Any], TensorInfo, bool], T],
+    track: Callable[..., Iterable[Any]] | None,
+) -> dict[str, T]:
+    """Return the converted tensors of the file in the order of the model's table, converted in threads."""
     check_types(file)
     expected = expected_tensors(config)
     names = {hf_name(key) or key: key for key in file.tensors if key != _ROPE_FREQS}
     found = {name: file.tensors[key].shape for name, key in names.items()}
     check_shapes(found, expected, str(file.path))
-    interleaved = file.metadata["general.architecture"] in _INTERLEAVED
+    is_interleaved = file.metadata["general.architecture"] in _INTERLEAVED
     raw = np.memmap(file.path, dtype=np.uint8, mode="r")
 
-    def convert(name: str) -> Tensor:
-        tensor = torch.from_numpy(dequantize(raw, file.tensors[names[name]]))
-        if interleaved:
-            tensor = qk_to_halves(name, tensor, config)
-        return tensor.to(dtype).contiguous()
+    def convert_one(name: str) -> T:
+        return convert(name, raw, file.tensors[names[name]], is_interleaved)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        results = pool.map(convert, expected)
+        results = pool.map(convert_one, expected)
         done = track(results, total=len(expected)) if track else results
         try:
             return dict(zip(expected, done, strict=True))

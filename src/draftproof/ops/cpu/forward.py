@@ -68,10 +68,8 @@ class CpuForward(ForwardOps):
         small = rows * packed.columns * packed.depth < SINGLE_THREAD_ELEMENTS
         inputs = [x]
         if packed.dtype is None:
-            inputs, kernel = (
-                self._quantize_rows(x, packed),
-                QUANTIZED_FORMATS[packed.format].kernel(is_bf16(dtype)),
-            )
+            inputs = self._quantize_rows(x, packed)
+            kernel = QUANTIZED_FORMATS[packed.format].kernel(packed, is_bf16(dtype))
         else:
             kernel = select_gemm(packed, rows, is_bf16(dtype))
         self._run.call(kernel, rows, [out], inputs, [packed.weight, packed.bias, *sizes], small=small)
@@ -80,12 +78,10 @@ class CpuForward(ForwardOps):
     def _quantize_rows(self, x: Tensor, packed: PackedLinear) -> list[Tensor]:
         """Return the rows of x in int8 and their scales."""
         form = QUANTIZED_FORMATS[packed.format]
-        quantized = self._run.new((len(x), form.row_bytes(packed.depth)), torch.int8)
-        scales = self._run.new((len(x),), torch.float32)
-        small = x.numel() < SINGLE_THREAD_ELEMENTS
-        self._run.call(
-            form.quantize_rows(x.dtype), len(x), [quantized, scales], [x], [packed.depth], small=small
-        )
+        quantized = self._run.new((len(x), form.row_bytes(packed)), torch.int8)
+        scales = self._run.new((len(x), form.row_floats(packed)), torch.float32)
+        kernel, small = form.quantize_rows(packed, x.dtype), x.numel() < SINGLE_THREAD_ELEMENTS
+        self._run.call(kernel, len(x), [quantized, scales], [x], [packed.depth], small=small)
         return [quantized, scales]
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 INT8_MAX = 127.0
+ACTIVATION_BLOCK = 32  # elements of a row that share a scale beside weights in blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class QuantizedLinear:
 
     format: str  # a key of `ROW_PRODUCTS`
     data: Tensor  # [N, K] integers
-    scales: Tensor  # [N] fp32
+    scales: Tensor  # fp32: [N], or [N, K / group, 2] of blocks (scale, minimum)
     bias: Tensor | None  # [N] fp32
 
 
@@ -45,4 +46,31 @@ def w8a8_row(row: Tensor, packed: QuantizedLinear) -> Tensor:
     return found if packed.bias is None else found + packed.bias
 
 
-ROW_PRODUCTS: dict[str, Callable[[Tensor, QuantizedLinear], Tensor]] = {"w8a8": w8a8_row}
+def blocks_row(row: Tensor, packed: QuantizedLinear) -> Tensor:
+    """Return the outputs [N] of one row [K] in fp32: weights in groups, activations in blocks of 32.
+
+    A weight is scale times integer plus minimum. The integer sum of a group is exact; groups are added in
+    fp32 by ascending K.
+    """
+    group = row.shape[0] // packed.scales.shape[1]
+    total = torch.zeros(len(packed.data))
+    for start in range(0, row.shape[0], ACTIVATION_BLOCK):
+        values = row[start : start + ACTIVATION_BLOCK].float()
+        largest = values.abs().max()
+        limit = torch.full_like(largest, INT8_MAX)
+        inverse = limit / largest if largest > 0 else largest
+        integers = (values * inverse).round().long()
+        for first in range(start, start + ACTIVATION_BLOCK, group):
+            own = integers[first - start : first - start + group]
+            sums = (packed.data[:, first : first + group].long() * own).sum(1).float()
+            scale, minimum = packed.scales[:, first // group].unbind(1)
+            total = (
+                total + sums * scale * (largest / limit) + minimum * (own.sum().float() * (largest / limit))
+            )
+    return total if packed.bias is None else total + packed.bias
+
+
+ROW_PRODUCTS: dict[str, Callable[[Tensor, QuantizedLinear], Tensor]] = {
+    "w8a8": w8a8_row,
+    "blocks": blocks_row,
+}

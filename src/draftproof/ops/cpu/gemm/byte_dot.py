@@ -36,12 +36,11 @@ class _NeonDot:
     sums, products = ir.VectorType(I32, 4), ir.VectorType(I8, 16)
     width = 4
 
-    def weights(self, builder: Any, addr: Any) -> Any:
-        return load_value(builder, addr, self.products)
+    def weights(self, builder: Any, products: Any) -> Any:
+        return products
 
-    def row(self, builder: Any, addr: Any) -> Any:
-        word = builder.load(builder.inttoptr(addr, PTR), typ=I32, align=1)
-        return builder.bitcast(_splat(builder, word, self.sums), self.products)
+    def row(self, builder: Any, word: Any) -> Any:
+        return builder.bitcast(splat(builder, word, self.sums), self.products)
 
     def add(self, builder: Any, total: Any, weights: Any, row: Any) -> Any:
         name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
@@ -57,19 +56,18 @@ class _WideDot:
     products on x86.
     """
 
-    sums, halves = ir.VectorType(I32, 16), ir.VectorType(I16, 32)
+    sums, products, halves = ir.VectorType(I32, 16), ir.VectorType(I8, 64), ir.VectorType(I16, 32)
     width = 16
 
     def _split(self, builder: Any, halves: Any) -> tuple[Any, Any]:
         eight = ir.Constant(self.halves, [8] * 32)
         return builder.ashr(builder.shl(halves, eight), eight), builder.ashr(halves, eight)
 
-    def weights(self, builder: Any, addr: Any) -> Any:
-        return self._split(builder, load_value(builder, addr, self.halves))
+    def weights(self, builder: Any, products: Any) -> Any:
+        return self._split(builder, builder.bitcast(products, self.halves))
 
-    def row(self, builder: Any, addr: Any) -> Any:
-        word = builder.load(builder.inttoptr(addr, PTR), typ=I32, align=1)
-        return self._split(builder, builder.bitcast(_splat(builder, word, self.sums), self.halves))
+    def row(self, builder: Any, word: Any) -> Any:
+        return self._split(builder, builder.bitcast(splat(builder, word, self.sums), self.halves))
 
     def add(self, builder: Any, total: Any, weights: Any, row: Any) -> Any:
         wide = ir.VectorType(I32, 32)
@@ -87,11 +85,22 @@ class _WideDot:
         return total
 
 
-def _splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
+def splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
+    """Emit a scalar in every lane of a vector type."""
     undefined = ir.Constant(vector, ir.Undefined)
     one = builder.insert_element(undefined, scalar, I32(0))
     zeros = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
     return builder.shuffle_vector(one, undefined, zeros)
+
+
+def select_dot(dot_product: bool) -> Any:
+    """Return the emission of dot products; `dot_product`: with the NEON instruction."""
+    return _NeonDot() if dot_product else _WideDot()
+
+
+def load_word(builder: Any, addr: Any) -> Any:
+    """Emit the load of four int8."""
+    return builder.load(builder.inttoptr(addr, PTR), typ=I32, align=1)
 
 
 def _panel_of(rows: int, dot: Any) -> Any:
@@ -109,11 +118,11 @@ def _panel_of(rows: int, dot: Any) -> Any:
             a_step = builder.add(a, builder.mul(I64(GROUP), loop.index))
             for line in range(0, STEP_BYTES, 64):
                 emit_prefetch(builder, builder.inttoptr(builder.add(b_step, I64(PREFETCH_BYTES + line)), PTR))
-            values = [
-                dot.row(builder, builder.add(a_step, builder.mul(a_stride, I64(r)))) for r in range(rows)
-            ]
+            a_rows = [builder.add(a_step, builder.mul(a_stride, I64(row))) for row in range(rows)]
+            values = [dot.row(builder, load_word(builder, addr)) for addr in a_rows]
             for vector in range(vectors):
-                weights = dot.weights(builder, builder.add(b_step, I64(GROUP * dot.width * vector)))
+                at = builder.add(b_step, I64(GROUP * dot.width * vector))
+                weights = dot.weights(builder, load_value(builder, at, dot.products))
                 for row in range(rows):
                     slot = slots[row * vectors + vector]
                     total = builder.load(slot, typ=dot.sums)
@@ -124,12 +133,12 @@ def _panel_of(rows: int, dot: Any) -> Any:
             where = builder.inttoptr(builder.add(base, I64(4 * dot.width * vector)), PTR)
             builder.store(builder.load(slot, typ=dot.sums), where, align=1)
 
-    return op(void, [i64] * 6, build)
+    return op(void, [i64] * 6, build, f"byte_panel_{dot.width}_{rows}")
 
 
 def make_panel(dot_product: bool) -> Any:
     """Return the device function for up to `MAX_ROWS` rows; `dot_product`: with the NEON instruction."""
-    dot = _NeonDot() if dot_product else _WideDot()
+    dot = select_dot(dot_product)
     one, two = _panel_of(1, dot), _panel_of(2, dot)
 
     @device

@@ -63,7 +63,7 @@ def _panel_of(rows: int, bf16: bool) -> Any:
             total = builder.load(slot, typ=VF)
             builder.store(total, builder.inttoptr(where, PTR), align=1)
 
-    return op(void, [i64] * 7, build)
+    return op(void, [i64] * 7, build, f"panel_{'bf16' if bf16 else 'fp32'}_{rows}")
 
 
 def _panel(bf16: bool) -> Any:

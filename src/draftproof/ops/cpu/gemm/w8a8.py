@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.cpu.gemm.byte_dot import COLUMNS, GROUP, MAX_ROWS, STEP_BYTES, has_dot_product, make_panel
-from draftproof.ops.cpu.gemm.weight_format import QuantizedFormat
+from draftproof.ops.cpu.gemm.weight_format import PackedWeight, QuantizedFormat
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import Kernel, kernel, load_f32, load_i64, share, store_f32
 
@@ -105,8 +105,9 @@ LINEAR = [make_linear(False, _DOT_PRODUCT), make_linear(True, _DOT_PRODUCT)]  # 
 
 
 FORMAT = QuantizedFormat(
-    pack=pack_panels,
-    quantize_rows=lambda dtype: QUANTIZE_ROWS[dtype == torch.bfloat16],
-    row_bytes=padded_depth,
-    kernel=lambda out_bf16: LINEAR[out_bf16],
+    pack=lambda data, scales: PackedWeight(pack_panels(data), data.shape[1], (scales.clone().contiguous(),)),
+    quantize_rows=lambda packed, dtype: QUANTIZE_ROWS[dtype == torch.bfloat16],
+    row_bytes=lambda packed: padded_depth(packed.depth),
+    row_floats=lambda packed: 1,
+    kernel=lambda packed, out_bf16: LINEAR[out_bf16],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class PackedLinear:
     depth: int
     dtype: torch.dtype | None  # of the activations; None: a quantised weight takes every dtype
     extra: tuple[Argument, ...] = ()  # further arguments of the kernels
+    layout: Any = None  # of a quantised weight: what its format needs to select kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,21 @@ class WeightFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """Packed data of a quantised weight."""
+
+    weight: Tensor
+    depth: int
+    extra: tuple[Argument, ...] = ()  # further arguments of the kernels
+    layout: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedFormat:
     """Packing of a weight that is multiplied by quantised rows, and the kernels for that."""
 
-    pack: Callable[[Tensor], Tensor]  # stored integers [N, K] -> packed
-    quantize_rows: Callable[[torch.dtype], Kernel]  # for x of this dtype
-    row_bytes: Callable[[int], int]  # bytes of a quantised row by its depth
-    kernel: Callable[[bool], Kernel]  # for bf16 or fp32 output
+    pack: Callable[[Tensor, Tensor], PackedWeight]  # stored integers [N, K], scales -> packed
+    quantize_rows: Callable[[PackedLinear, torch.dtype], Kernel]  # for x of this dtype
+    row_bytes: Callable[[PackedLinear], int]  # bytes of a quantised row
+    row_floats: Callable[[PackedLinear], int]  # scales of a quantised row
+    kernel: Callable[[PackedLinear, bool], Kernel]  # for bf16 or fp32 output

@@ -116,8 +116,11 @@ PTR = ir.PointerType()
 i64, f32, f64, void = types.int64, types.float32, types.float64, types.void
 
 
-def op(result: Any, params: Sequence[Any], build: Callable[[Any, Any], Any]) -> Any:
-    """Return an intrinsic of fixed types; `build(builder, args)` emits it."""
+def op(result: Any, params: Sequence[Any], build: Callable[[Any, Any], Any], name: str = "op") -> Any:
+    """Return an intrinsic of fixed types; `build(builder, args)` emits it.
+
+    The disk cache distinguishes kernels that capture an intrinsic by its `name`.
+    """
     sig = result(*params)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -127,8 +130,8 @@ def op(result: Any, params: Sequence[Any], build: Callable[[Any, Any], Any]) -> 
     # intrinsic() reads the number of parameters from the function's signature
     names = ", ".join(["typingctx", *(f"a{i}" for i in range(len(params)))])
     scope: dict[str, Any] = {"sig": sig, "codegen": codegen}
-    exec(f"def op({names}):\n    return sig, codegen", scope)
-    return intrinsic(scope["op"])
+    exec(f"def {name}({names}):\n    return sig, codegen", scope)
+    return intrinsic(scope[name])
 
 
 def llvm(name: str, result: ir.Type, params: Sequence[ir.Type]) -> Callable[[Any, Any], Any]:

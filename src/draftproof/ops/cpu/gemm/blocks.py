@@ -1,0 +1,137 @@
+"""Linear layers with weights in blocks (GGUF and other group-quantised weights) and int8 activations.
+
+A weight is scale times integer plus minimum, with a scale and a minimum per column and group of 16 or 32 of
+K. Each row of x is rounded to int8 in blocks of 32. The sum of a group is an integer; groups are added in
+fp32 by ascending K, so a row's bits do not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof.ops.cpu.gemm.block_dot import BLOCK, BlockLayout, panel_blocks
+from draftproof.ops.cpu.gemm.byte_dot import COLUMNS, MAX_ROWS, has_dot_product
+from draftproof.ops.cpu.gemm.weight_format import PackedWeight, QuantizedFormat
+from draftproof.ops.cpu.jit import simd as v
+from draftproof.ops.cpu.jit.compile import Kernel, kernel, load_i64, share, store_f32
+
+INT8_MAX = 127
+ROW_CHUNK = 128  # rows per unit of work
+_ZERO = np.float32(0.0)
+
+
+def pack_blocks(data: Tensor, scales: Tensor) -> PackedWeight:
+    """Pack int8 [N, K] with scales [N, K / group, 2] fp32 (scale, minimum) into panels of 32 columns."""
+    (columns, depth), groups = data.shape, scales.shape[1]
+    layout = BlockLayout(
+        is_4bit=bool(data.min() >= 0) and bool(data.max() < 16),
+        group=depth // groups,
+        has_min=bool(scales[..., 1].any()),
+        is_fp16=torch.equal(scales.half().float(), scales),
+    )
+    panels, blocks = -(-columns // COLUMNS), depth // BLOCK
+    integers = torch.zeros(panels * COLUMNS, depth, dtype=torch.uint8)
+    integers[:columns] = data.view(torch.uint8)
+    # [panels, blocks, steps, columns, 4]
+    integers = integers.view(panels, COLUMNS, blocks, BLOCK // 4, 4).permute(0, 2, 3, 1, 4)
+    if layout.is_4bit:
+        low, high = integers.chunk(2, 2)
+        integers = low | (high << 4)
+    kept = scales if layout.has_min else scales[..., :1]
+    padded = torch.zeros(
+        panels * COLUMNS, *kept.shape[1:], dtype=torch.float16 if layout.is_fp16 else kept.dtype
+    )
+    padded[:columns] = kept
+    # [panels, blocks, scale or minimum, groups of a block, columns]
+    factors = padded.view(panels, COLUMNS, blocks, layout.num_groups, -1).permute(0, 2, 4, 3, 1)
+    parts = [factors.contiguous().view(torch.uint8).flatten(2), integers.reshape(panels, blocks, -1)]
+    return PackedWeight(torch.cat(parts, 2).contiguous(), depth, layout=layout)
+
+
+@cache
+def quantize_blocks(layout_floats: int, bf16: bool) -> Kernel:
+    """Return the kernel that rounds rows to int8 in blocks, for activation blocks of so many floats."""
+    size, groups = 2 if bf16 else 4, layout_floats - 1
+
+    @kernel
+    def quantize_blocks(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """Round blocks by their largest magnitude; args: out, floats, x, depth."""
+        out, floats, x, depth = load_i64(args), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24)
+        blocks = depth // BLOCK
+        begin, end = share(rows * blocks, thread, threads)
+        for block in range(begin, end):
+            line, to = x + block * BLOCK * size, out + block * BLOCK
+            first, second = v.tload(line, 0, 16, bf16), v.tload(line, 16, 16, bf16)
+            zero = v.splat(_ZERO)
+            top = v.maximum(v.maximum(first, v.sub(zero, first)), v.maximum(second, v.sub(zero, second)))
+            largest = v.max_lane(top)
+            inverse = np.float32(INT8_MAX) / largest if largest > _ZERO else _ZERO
+            scale = np.float32(largest / np.float32(INT8_MAX))
+            first = v.rint(v.mul(first, v.splat(inverse)))
+            second = v.rint(v.mul(second, v.splat(inverse)))
+            v.istore_bytes(to, v.to_int(first))
+            v.istore_bytes(to + 16, v.to_int(second))
+            at = floats + block * 4 * layout_floats
+            store_f32(at, scale)
+            if groups == 1:  # sums of small integers are exact in fp32
+                store_f32(at + 4, scale * v.sum_lanes(v.add(first, second)))
+            else:
+                store_f32(at + 4, scale * v.sum_lanes(first))
+                store_f32(at + 8, scale * v.sum_lanes(second))
+
+    return quantize_blocks
+
+
+@cache
+def make_linear(layout: BlockLayout, out_bf16: bool, dot_product: bool) -> Kernel:
+    """Return the kernel of a layout and an output dtype; `dot_product`: with the NEON instruction."""
+    one, two = panel_blocks(layout, 1, dot_product), panel_blocks(layout, 2, dot_product)
+    block_bytes, floats = layout.block_bytes, layout.row_floats
+
+    @kernel
+    def linear_blocks(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """Multiply; args: out, int8 rows, their floats, weight, bias, columns, depth."""
+        out, x, row_floats = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+        weight, bias, columns = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+        depth = load_i64(args + 48)
+        blocks = depth // BLOCK
+        stride = 4 * floats * blocks
+        panels = (columns + COLUMNS - 1) // COLUMNS
+        chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
+        begin, end = share(panels * chunks, thread, threads)
+        for unit in range(begin, end):
+            panel = unit // chunks
+            first = (unit - panel * chunks) * ROW_CHUNK
+            last = min(first + ROW_CHUNK, rows)
+            w = weight + panel * blocks * block_bytes
+            for row in range(first, last, MAX_ROWS):
+                count = min(MAX_ROWS, last - row)
+                a, f = x + row * depth, row_floats + row * stride
+                if count == 1:
+                    one(a, depth, f, stride, w, scratch, 4 * COLUMNS, blocks)
+                else:
+                    two(a, depth, f, stride, w, scratch, 4 * COLUMNS, blocks)
+                for i in range(count):
+                    for j in range(0, COLUMNS, 16):
+                        column = panel * COLUMNS + j
+                        n = columns - column
+                        if n > 0:
+                            y = v.load(scratch + 4 * (i * COLUMNS + j))
+                            if bias != 0:
+                                y = v.add(y, v.tload(bias, column, n, False))
+                            v.tstore(out, (row + i) * columns + column, y, n, out_bf16)
+
+    return linear_blocks
+
+
+FORMAT = QuantizedFormat(
+    pack=pack_blocks,
+    quantize_rows=lambda packed, dtype: quantize_blocks(packed.layout.row_floats, dtype == torch.bfloat16),
+    row_bytes=lambda packed: packed.depth,
+    row_floats=lambda packed: packed.depth // BLOCK * packed.layout.row_floats,
+    kernel=lambda packed, out_bf16: make_linear(packed.layout, out_bf16, has_dot_product()),
+)
