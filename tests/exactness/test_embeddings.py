@@ -18,6 +18,7 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.sequence import PooledRows, Sequence
 from draftproof.frontend.pooler import Pooler, read_pooler
 from exact import check_empty
+from gguf_files import write_gguf
 
 KINDS: Any = ("last", "mean")
 LENGTHS = (50, 1, 33, 90, 16)
@@ -168,3 +169,28 @@ def test_pooler_is_read_from_the_files_of_sentence_transformers(tmp_path: Path) 
     assert "Dense" in str(dense.refusal)
     assert pooler(None, config={"matryoshka_dimensions": [16, 8]}) == Pooler(32, "last", True, True, (8, 16))
     assert pooler(None, config={"is_matryoshka": True}).is_matryoshka
+    assert "causal" in str(pooler(None, config={"is_causal": False}).refusal)
+
+
+def test_pooling_type_of_a_gguf_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for number, expected in ((1, "mean"), (3, "last"), (None, "last")):
+        write_gguf(path, "llama", tiny.model_config("llama"), extra={"pooling_type": number})
+        found = read_pooler(EngineConfig(model="m"), 32, path)
+        assert found == Pooler(32, expected), number  # type: ignore[arg-type]
+    write_gguf(path, "llama", tiny.model_config("llama"), extra={"pooling_type": 2})
+    assert "cls" in str(read_pooler(EngineConfig(model="m"), 32, path).refusal)
+
+
+def test_decoders_without_a_head_load_as_embedding_models(tmp_path: Path) -> None:
+    """Save the decoder alone, as Qwen3-Embedding is: tensor names without `model.`, tied embeddings."""
+    model = make("qwen3_tied", tmp_path)
+    options = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+    ids = [[5, 6, 7, 8]]
+    with LLM(str(tmp_path), **options) as llm:
+        expected = llm.embed(ids)[0].outputs.embedding
+    config = (tmp_path / "config.json").read_text()
+    model.model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    with LLM(str(tmp_path), **options) as llm:
+        assert llm.embed(ids)[0].outputs.embedding == expected

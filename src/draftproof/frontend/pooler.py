@@ -135,6 +135,8 @@ def _from_folder(folder: Path) -> Pooler:
     raw = read_json(settings) if settings.exists() else {}
     sizes = tuple(sorted(raw.get("matryoshka_dimensions") or ()))
     pooler = Pooler(is_matryoshka=bool(sizes or raw.get("is_matryoshka")), matryoshka_dimensions=sizes)
+    if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
+        return replace(pooler, refusal="its attention is not causal, and only causal attention is supported")
     path = folder / "modules.json"
     if not path.exists():
         return pooler

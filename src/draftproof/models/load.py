@@ -143,6 +143,8 @@ def _load_safetensors(source: Path, requested: torch.dtype | None, seed: int, pr
                 raise LoadError(f"{path}: {name} is in another file of this checkpoint too")
             if not IGNORED_TENSORS.fullmatch(name):
                 stored[name] = tensor
+    if "embed_tokens.weight" in stored:  # a decoder without its LM head, as embedding models are saved
+        stored = {name if name.startswith("lm_head.") else f"model.{name}": t for name, t in stored.items()}
     tensors, draft_tensors = split_draft_tensors(stored, raw)
     if draft_tensors:
         config = replace(config, mtp_source=str(source))

@@ -37,7 +37,7 @@ from draftproof.serve.settings import Settings
 MAX_IN_FLIGHT = 64  # inputs of one body that are in the engine at a time
 MAX_INLINE_NUMBERS = 20_000  # more of them are encoded in a thread, not on the event loop
 T = TypeVar("T")
-Body = TypeVar("Body", bound=EngineRequest)
+Body = TypeVar("Body", bound=schema.PoolingRequest)
 Answer = Callable[[Any, dict[str, Any], RequestRecord], Awaitable[bytes]]
 
 
@@ -74,6 +74,8 @@ class PoolingRoutes:
         with self._guard.admit(record), self._metrics.count_open():
             async with ClientMonitor(receive, self._guard) as client:
                 check_priority(body, self._settings)
+                if body.user is not None:
+                    record.fields["user"] = body.user
                 head = {"id": f"{prefix}-{record.id}", "created": int(time.time()), "model": model}
                 try:
                     data = await answer(body, head, record)
@@ -179,6 +181,9 @@ class PoolingRoutes:
         """Return the results of `call` for all prompts, at most MAX_IN_FLIGHT at a time."""
         num_tokens = sum(len(prompt.ids) for prompt in prompts)
         record.fields.update(prompts=len(prompts), prompt_tokens=num_tokens)
+        if self._settings.log_prompts:
+            decode = self._prompts.tokenizer.decode
+            record.fields["prompt"] = [decode(prompt.ids, False) for prompt in prompts]
         gate = asyncio.Semaphore(MAX_IN_FLIGHT)
 
         async def run(p: int, prompt: ParsedPrompt) -> T:
