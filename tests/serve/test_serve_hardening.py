@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import io as io_module
+import json
+import pickle
+import queue
+import socket
+import struct
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +18,11 @@ import pytest
 from draftproof.errors import ConfigError
 from draftproof.serve.api import token_routes
 from draftproof.serve.api.generation import prompt_parser, request_schema
+from draftproof.serve.api.generation.response_builder import generation_error
+from draftproof.serve.http import io, request_log
 from draftproof.serve.settings import ApiKeys, Settings
-from serving import NGRAM, Served, serving, tiny
+from draftproof.text.grammar import process
+from serving import NGRAM, Served, raw_request, serving, tiny
 from worker_thread import wait_for
 
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False}
@@ -191,3 +201,78 @@ def test_tokenizer_info_has_special_tokens_and_template(folder: Any) -> None:
         got = running.http.get("/tokenizer_info", headers=bearer("alpha")).json()
     assert got["eos_token"] == "<|im_end|>" and got["bos_token"] is None
     assert "add_generation_prompt" in got["chat_template"] and got["vocab_size"] > 256
+
+
+def test_header_limit_holds_in_one_packet(folder: Any) -> None:
+    with serving(tiny(folder)) as running:
+        address, whole = raw_request(running.url, {"prompt": "one", "max_tokens": 1})
+        for count, status in ((0, b" 200 "), (4000, b" 400 ")):
+            extra = b"x-filler: 0123456789\r\n" * count
+            with socket.create_connection(address, timeout=30) as line:
+                line.sendall(whole.replace(b"host: x\r\n", b"host: x\r\n" + extra))
+                assert status in line.recv(1000).split(b"\r\n")[0]
+        with socket.create_connection(address, timeout=30) as line:
+            line.sendall(b"GET /health?" + b"x" * (70 << 10) + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b" 400 " in line.recv(1000)
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_client_that_sends_a_whole_large_body_first_sees_413(folder: Any, has_length: bool) -> None:
+    """The client reads after its last byte was sent, as node does; a reset would discard the response."""
+    size, part = 6 << 20, b"x" * (1 << 16)
+    with serving(tiny(folder), Settings(max_body_bytes=1000)) as running:
+        address, _ = raw_request(running.url, {})
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {size}\r\n\r\n" if has_length else "transfer-encoding: chunked\r\n\r\n"
+        with socket.create_connection(address, timeout=30) as line:
+            line.sendall(head.encode())
+            for _ in range(size // len(part)):
+                line.sendall(part if has_length else b"10000\r\n" + part + b"\r\n")
+            line.sendall(b"" if has_length else b"0\r\n\r\n")
+            received = b""
+            while got := line.recv(1 << 16):
+                received += got
+        assert b" 413 " in received and b"body_too_large" in received
+
+
+def test_body_that_ends_beyond_the_limit_is_rejected_at_once(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io, "LINGER_SECONDS", 600.0)
+    with serving(tiny(folder), Settings(max_body_bytes=1000)) as running:
+        parts = [b'{"prompt": "', b"x" * 2000, b'"}']
+        headers = {"content-type": "application/json"}
+        got = running.http.post("/v1/completions", content=iter(parts), headers=headers, timeout=30)
+        assert got.status_code == 413
+
+
+def test_error_of_a_lost_worker_gives_its_advice_once() -> None:
+    for text in ("the engine's process ended; unfinished requests are lost: try again", "it ended"):
+        assert generation_error("error", text, worker_lost=True).message.count("try again") == 1
+
+
+def test_param_of_an_error_is_null_and_not_empty(folder: Any) -> None:
+    with serving(tiny(folder)) as running:
+        for body in ({"": 1, "prompt": "one"}, {"prompt": "one", "logit_bias": {"": 1}}, []):
+            got = running.post("/v1/completions", body)
+            assert got.status_code == 400 and got.json()["error"]["param"] != "", got.text
+
+
+def test_failure_of_a_thread_is_a_line_of_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", request_log.log_thread_failure)
+    thread = threading.Thread(target=int, args=("x",), name="failing")
+    thread.start()
+    thread.join()
+    line = json.loads(request_log.JsonFormatter().format(caplog.records[-1]))
+    assert (line["message"], line["thread"]) == ("a thread failed", "failing")
+    assert "ValueError" in json.dumps(line)
+
+
+def test_truncated_reply_of_the_grammar_compiler_ends_its_reader() -> None:
+    """A compiler that is killed within a reply leaves part of a frame in the pipe."""
+    replies: Any = queue.Queue()
+    source = io_module.BytesIO(struct.pack("<Q", 100) + pickle.dumps("x" * 80)[:40])
+    process._read(SimpleNamespace(stdout=source), replies)  # type: ignore[arg-type]
+    assert replies.get_nowait() is None

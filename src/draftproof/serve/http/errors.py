@@ -11,6 +11,7 @@ from draftproof.errors import EngineClosedError, EngineDeadError, QueueFullError
 from draftproof.serve.api.generation.request_schema import UNSUPPORTED, Unsupported
 
 RETRY_SECONDS = 1
+UNREAD_BODY_STATUSES = (408, 413)  # the connection is closed, and the rest of the body is not used
 _TYPES = {
     **dict.fromkeys((400, 405, 413, 415), "invalid_request_error"),
     **dict.fromkeys((408, 504), "timeout_error"),
@@ -64,7 +65,7 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code = status, message, param or None, code
 
     @property
     def detail(self) -> ErrorDetail:
@@ -84,7 +85,7 @@ class ApiError(Exception):
             headers.append((b"retry-after", b"%d" % RETRY_SECONDS))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        if self.status in (408, 413):
+        if self.status in UNREAD_BODY_STATUSES:
             headers.append((b"connection", b"close"))  # the rest of the body is not read
         return headers
 

@@ -5,23 +5,50 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from draftproof.serve.http.errors import ApiError, decode
 from draftproof.serve.http.request_guard import ClientDisconnected
 from draftproof.serve.settings import Settings
 
 MAX_INLINE_BODY_BYTES = 256 << 10  # larger bodies are decoded in a thread, not on the event loop
+LINGER_SECONDS = 5.0  # for the rest of a body that is not used
 T = TypeVar("T")
 JSON_HEADERS = [(b"content-type", b"application/json")]
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
+
+
+class IncomingBody:
+    """Body of a request, which may be left unread."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        """Return the next part of the body, or the disconnect."""
+        message = await self._receive()
+        self._is_complete = not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        """Read the rest of the body for a short time.
+
+        A connection that is closed with unread data is reset, and a client that is still sending may then
+        never see the response.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while not self._is_complete:
+                    await self.receive()
 
 
 class ResponseStream:

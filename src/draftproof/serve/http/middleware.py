@@ -11,8 +11,8 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from draftproof.serve.api.metrics import ServerMetrics
-from draftproof.serve.http.errors import ApiError, in_form_of, to_api_error
-from draftproof.serve.http.io import send_error
+from draftproof.serve.http.errors import UNREAD_BODY_STATUSES, ApiError, in_form_of, to_api_error
+from draftproof.serve.http.io import IncomingBody, send_error
 from draftproof.serve.http.request_log import LOGGER, RequestRecord
 from draftproof.serve.http.security import HEADERS, PAGE_HEADERS, check_host
 from draftproof.serve.settings import Settings
@@ -43,7 +43,7 @@ class RequestMiddleware:
             started=time.perf_counter(),
         )
         scope.setdefault("state", {})["record"] = record
-        started = False
+        started, body = False, IncomingBody(receive)
         is_page = path == "/" or path.startswith(PUBLIC_FOLDER)
         security = [*HEADERS, *(PAGE_HEADERS if is_page else ())]
 
@@ -54,12 +54,17 @@ class RequestMiddleware:
                 record.status = message["status"]
                 request_id = (b"x-request-id", record.id.encode())  # a body may change it
                 message["headers"] = [*message["headers"], *security, request_id]
+            is_end = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if is_end and record.status in UNREAD_BODY_STATUSES:
+                await send({**message, "more_body": True})
+                await body.discard()
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
             await send(message)
 
         try:
             check_host(headers.get(b"host"), self._settings.allowed_hosts)
             self._check_key(path, headers, record)
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, body.receive, send_with_id)
         except Exception as error:
             api_error = in_form_of(path, to_api_error(error))
             if api_error.status == 500:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,16 @@ def configure_logging(level: str, path: str | None) -> None:
         logger.handlers.clear()
         logger.propagate = True
     logging.getLogger("uvicorn.access").disabled = True  # RequestRecord writes the access log
+    threading.excepthook = log_thread_failure
+
+
+def log_thread_failure(args: threading.ExceptHookArgs) -> None:
+    """Log an exception that ends a thread; Python would print it between the lines of the log."""
+    if args.exc_type is SystemExit:
+        return
+    name = "" if args.thread is None else args.thread.name
+    failure = (args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+    LOGGER.error("a thread failed", exc_info=failure, extra={"fields": {"thread": name}})
 
 
 @dataclass(slots=True)

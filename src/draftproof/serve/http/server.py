@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import resource
@@ -54,9 +53,9 @@ class HttpServer(uvicorn.Server):
         """Drain, then close."""
         self._guard.start_draining()
         log.info("draining", extra={"fields": {"open": self._guard.num_open}})
-        drain = asyncio.create_task(self._llm.drain(self._settings.drain_seconds))
+        # new connections are accepted meanwhile, and their requests get 503
+        aborted = await self._llm.drain(self._settings.drain_seconds)
         await super().shutdown(sockets)
-        aborted = await drain
         log.info("drained", extra={"fields": {"aborted": aborted}})
         await self._llm.shutdown()
 

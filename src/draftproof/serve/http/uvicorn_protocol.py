@@ -15,6 +15,7 @@ class Protocol(HttpToolsProtocol):
     """Connection that is closed if it sends no request, or never completes its headers."""
 
     _header_bytes = 0  # of a request with incomplete headers; -1: they are complete
+    _field_bytes = 0  # of its URL and complete fields, which may all be in the packet of the body
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -39,9 +40,24 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the timer of a request."""
         super().on_message_begin()
-        self._header_bytes = 0
+        self._header_bytes = self._field_bytes = 0
         if self._header_timer is None:
             self._header_timer = self.loop.call_later(HEADER_SECONDS, self._close_slow)
+
+    def on_url(self, url: bytes) -> None:
+        """Count the bytes of the URL."""
+        self._count_field(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count the bytes of a field."""
+        self._count_field(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
+
+    def _count_field(self, size: int) -> None:
+        self._field_bytes += size
+        if self._field_bytes > MAX_HEADER_BYTES:
+            raise ValueError("the headers are too large")  # the parser stops, and 400 is sent
 
     def on_headers_complete(self) -> None:
         """Stop the timer."""

@@ -7,6 +7,7 @@ no more than the worker's memory limit where the system supports one; it cannot 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def _read(process: subprocess.Popen[bytes], replies: queue.Queue[tuple[str, str]
         try:
             while True:
                 replies.put(grammar_worker.read_frame(stream))
-        except (EOFError, OSError, ValueError):
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError):  # killed, maybe within a reply
             replies.put(None)
 
 

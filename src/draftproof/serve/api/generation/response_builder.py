@@ -295,6 +295,6 @@ def generation_error(reason: str | None, error: str | None, worker_lost: bool) -
         return ApiError(503, "the request was aborted: the server is shutting down", code="aborted")
     text = error or "the output could not be finished"
     if worker_lost:
-        return ApiError(503, f"{text}; try again", code="engine_down")
+        return ApiError(503, text if "try again" in text else f"{text}; try again", code="engine_down")
     is_clients = NO_TOKEN_LEFT in text or GRAMMAR_TOO_SLOW in text
     return ApiError(400 if is_clients else 500, text, code="generation_failed")
