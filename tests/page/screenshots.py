@@ -76,9 +76,10 @@ def main(url: str, folder: Path) -> None:
             page.locator(".message.assistant").last.wait_for()
             act(page)
             page.wait_for_timeout(400)
-            page.screenshot(path=folder / f"{name}.png")
-            picture = Image.open(folder / f"{name}.png").convert("RGB").quantize(NUM_COLORS, Image.Quantize.FASTOCTREE)
-            picture.save(folder / f"{name}.png", optimize=True)
+            path = folder / f"{name}.png"
+            page.screenshot(path=path)
+            picture = Image.open(path).convert("RGB")
+            picture.quantize(NUM_COLORS, Image.Quantize.FASTOCTREE).save(path, optimize=True)
         browser.close()
 
 
