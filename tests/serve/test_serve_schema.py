@@ -64,6 +64,8 @@ def api(served: Served) -> Any:
     [
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
         "/v1/embeddings",
         "/v1/score",
         "/tokenize",
