@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from draftproof.errors import ConfigError
 from draftproof.serve.api.generation.request_schema import Message
+from draftproof.serve.api.responses import input_items
 from draftproof.serve.api.responses.store import ResponseStore
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.settings import ApiKeys, Settings
@@ -95,6 +96,15 @@ def test_response_has_the_bits_of_the_chat_route(served: Served, speculative: bo
         assert rows == [row.to_dict() for row in part.logprobs] and len(deltas) > 8
         seen.add(got.output_text)
     assert len(seen) == 2  # control: the seed decides
+
+
+def test_control_lost_seed_changes_the_bits(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: translate without the seed."""
+    want = chat(served, extra_body={"seed": 1}).choices[0].token_ids
+    assert create(served, seed=1).token_ids == want
+    names = tuple(name for name in input_items._SAME_NAMES if name != "seed")
+    monkeypatch.setattr(input_items, "_SAME_NAMES", names)
+    assert create(served, seed=1).token_ids != want
 
 
 def test_events_of_a_message_have_the_documented_order(served: Served) -> None:
@@ -295,6 +305,7 @@ def test_fields_without_influence_change_no_bit(served: Served) -> None:
         "service_tier": "flex",
         "prompt_cache_key": "k",
         "prompt_cache_retention": "24h",
+        "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
         "truncation": "disabled",
         "background": False,
         "max_tool_calls": 3,

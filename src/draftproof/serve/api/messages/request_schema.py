@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from draftproof.serve.api.generation.request_schema import (
     MAX_MESSAGES,
+    CacheMark,
     FunctionName,
     OneOrMore,
     SamplingRequest,
@@ -20,18 +21,11 @@ from draftproof.serve.api.generation.request_schema import (
 BlockId = Annotated[str, Meta(max_length=256)]
 
 
-class CacheControl(Strict, kw_only=True):
-    """Mark of a cached prefix; accepted, and prefixes are cached in either case."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class TextBlock(Strict, kw_only=True, tag_field="type", tag="text"):
     """Text of a message."""
 
     text: str
-    cache_control: CacheControl | None = None
+    cache_control: CacheMark | None = None
     citations: Annotated[list[None], Meta(max_length=0)] | None = None
 
 
@@ -41,7 +35,7 @@ class ToolUseBlock(Strict, kw_only=True, tag_field="type", tag="tool_use"):
     id: BlockId
     name: FunctionName
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
+    cache_control: CacheMark | None = None
     caller: Any = None  # the anthropic client sends it back
 
 
@@ -51,7 +45,7 @@ class ToolResultBlock(Strict, kw_only=True, tag_field="type", tag="tool_result")
     tool_use_id: BlockId
     content: str | Annotated[list[TextBlock], Meta(max_length=MAX_MESSAGES)] | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: CacheMark | None = None
 
 
 class ThinkingBlock(Strict, kw_only=True, tag_field="type", tag="thinking"):
@@ -59,7 +53,7 @@ class ThinkingBlock(Strict, kw_only=True, tag_field="type", tag="thinking"):
 
     thinking: str
     signature: str | None = None
-    cache_control: CacheControl | None = None
+    cache_control: CacheMark | None = None
 
 
 class RedactedThinkingBlock(Strict, kw_only=True, tag_field="type", tag="redacted_thinking"):
@@ -86,7 +80,7 @@ class CustomTool(Strict, kw_only=True):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: CacheMark | None = None
     eager_input_streaming: bool | None = None  # arguments are streamed as they are generated
     defer_loading: Literal[False] | None = None
 
@@ -159,7 +153,7 @@ class CountTokensRequest(SamplingRequest, kw_only=True):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    cache_control: CacheMark | None = None
     chat_template_kwargs: TemplateNames | None = None
     # fields without influence on the output
     speed: Literal["standard", "fast"] | None = None

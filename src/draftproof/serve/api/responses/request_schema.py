@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from draftproof.serve.api.generation.request_schema import (
     MAX_MESSAGES,
+    CacheMark,
     FunctionName,
     Logprobs,
     Metadata,
@@ -27,7 +28,7 @@ class InputText(Strict, kw_only=True, tag_field="type", tag="input_text"):
     """Text part of a message or of a function's output."""
 
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # accepted; prefixes are cached in either case
+    prompt_cache_breakpoint: CacheMark | None = None
 
 
 class OutputText(Strict, kw_only=True, tag_field="type", tag="output_text"):
@@ -186,6 +187,7 @@ class ResponseRequest(SamplingRequest, kw_only=True):
     safety_identifier: Annotated[str, Meta(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=256)] | None = None  # part of the cache salt
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    prompt_cache_options: CacheMark | None = None
     metadata: Metadata | None = None
     service_tier: Annotated[str, Meta(max_length=32)] | None = None
     max_tool_calls: OneOrMore | None = None  # limits tools that run on the server; there are none
