@@ -139,3 +139,63 @@ def test_reasoning_of_earlier_messages_is_accepted(served: Served) -> None:
         assert reply.status_code == 200
         lengths.append(reply.json()["count"])
     assert lengths[0] < lengths[1] == lengths[2]
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_reasoning_is_an_item_of_responses_and_a_block_of_messages(served: Served, speculative: bool) -> None:
+    extra = {"logit_bias": {str(end_id(served)): -100}, "seed": 7, "speculative": speculative}
+    want = ask(served, logprobs=True, extra_body={"thinking_token_budget": 5, "speculative": speculative})
+    message = want.choices[0].message
+    common = {**extra, "temperature": 1.0, "return_token_ids": True}
+    body = {**common, "input": "one two", "max_output_tokens": 24, "top_logprobs": 0}
+    got = served.post("/v1/responses", {**body, "thinking_token_budget": 5}).json()
+    thought, answer = got["output"]
+    assert thought["content"][0]["text"] == message.model_extra["reasoning_content"]
+    assert answer["content"][0]["text"] == message.content
+    assert got["token_ids"] == want.choices[0].model_extra["token_ids"]
+    assert got["usage"]["output_tokens_details"]["reasoning_tokens"] == 5
+    rows = [row.to_dict() for row in want.choices[0].logprobs.content]
+    assert answer["content"][0]["logprobs"] == rows[-len(answer["content"][0]["logprobs"]) :]
+    with served.client.responses.create(
+        model=served.model, input="one two", stream=True, extra_body={**body, "thinking_token_budget": 5}
+    ) as stream:
+        events = list(stream)
+    last = events[-1].response.to_dict()["output"]
+    assert [item["content"] for item in last] == [thought["content"], answer["content"]]
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == thought["content"][0]["text"]
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    sent = {**common, "messages": [{"role": "user", "content": "one two"}], "max_tokens": 24}
+    made = served.post("/v1/messages", {**sent, "thinking": thinking}).json()
+    assert [block["type"] for block in made["content"]] == ["thinking", "text"]
+    assert made["content"][0]["thinking"] == message.model_extra["reasoning_content"]
+    assert made["content"][1]["text"] == message.content and made["token_ids"] == got["token_ids"]
+    events_text = served.post("/v1/messages", {**sent, "thinking": thinking, "stream": True}).text
+    pieces = [json.loads(line[6:]) for line in events_text.split("\n") if line.startswith("data: ")]
+    parts = [piece["delta"].get("thinking", "") for piece in pieces if piece["type"] == "content_block_delta"]
+    assert "".join(parts) == made["content"][0]["thinking"]
+
+
+def test_earlier_reasoning_and_thinking_switches_reach_the_template(served: Served) -> None:
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two", "reasoning_content": "three"},
+        {"role": "user", "content": "four"},
+    ]
+    chat = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+    want = served.post("/v1/chat/completions", chat).json()["prompt_token_ids"]
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "three"}]}
+    plain = [{"role": each["role"], "content": each["content"]} for each in messages]
+    body = {"input": [plain[0], thought, *plain[1:]], "max_output_tokens": 1, "return_token_ids": True}
+    assert served.post("/v1/responses", body).json()["prompt_token_ids"] == want
+    blocks = [{"type": "thinking", "thinking": "three", "signature": ""}, {"type": "text", "text": "two"}]
+    sent = [plain[0], {"role": "assistant", "content": blocks}, plain[2]]
+    body = {"messages": sent, "max_tokens": 1, "return_token_ids": True}
+    assert served.post("/v1/messages", body).json()["prompt_token_ids"] == want
+    chat["chat_template_kwargs"] = {"enable_thinking": False, "reasoning_effort": "none"}
+    off = served.post("/v1/chat/completions", chat).json()["prompt_token_ids"]
+    body["thinking"] = {"type": "disabled"}
+    body["chat_template_kwargs"] = {"enable_thinking": False}
+    assert served.post("/v1/messages", body).json()["prompt_token_ids"] == off != want
+    missing = served.post("/v1/messages", {**body, "thinking": {"type": "enabled"}})
+    assert missing.status_code == 400 and missing.json()["error"]["param"] == "thinking.budget_tokens"

@@ -55,7 +55,7 @@ def create_app(
     store = ResponseStore(settings)
     routes["/v1/responses"] = "POST", partial(completions, route=ResponsesRoute(store))
     routes["/v1/responses/{id}"] = "GET DELETE", StoredResponses(store)
-    routes[MESSAGES_PATH] = "POST", partial(completions, route=MessagesRoute())
+    routes[MESSAGES_PATH] = "POST", partial(completions, route=MessagesRoute(completions.prompts))
     routes[f"{MESSAGES_PATH}/count_tokens"] = "POST", TokenCounter(settings, guard, completions)
     app = FastAPI(title="Draftproof", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.guard, app.state.metrics = guard, metrics

@@ -93,10 +93,11 @@ class ItemBuilder(ResponseBuilder):
     def items(self, output: CompletionOutput) -> list[OutputItem]:
         """Return the items of a whole output."""
         items, rows = OutputItems(self.parsed), logprob_rows(output.logprobs)
-        begins = output.text_offsets
-        for i in range(len(output.token_ids)):
-            end = begins[i + 1] if i + 1 < len(begins) else len(output.text)
-            items.feed(output.text[begins[i] : end], rows[i] if rows else None, i + 1 == len(begins))
+        begins = output.text_offsets if rows else []  # token by token: each has its row
+        for row, begin, end in zip(rows, begins, begins[1:], strict=False):
+            items.feed(output.text[begin:end], row, is_last=False)
+        last = begins[-1] if begins else 0
+        items.feed(output.text[last:], rows[-1] if rows else None, is_last=True)
         return items.items
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Any:

@@ -49,7 +49,7 @@ class PromptParser:
         name = settings.tool_call_parser
         self.tool_format = detect(source) if name is None else find_format(name)
         self.reasoning = find_reasoning(llm.config.reasoning_parser, self.tokenizer, llm.limits.vocab_size)
-        self._template_names = frozenset() if template is None else template.names
+        self.template_names = frozenset() if template is None else template.names
 
     async def conversation(
         self, body: schema.ChatCompletionRequest | schema.TokenizeRequest, pool: Executor | None = None
@@ -86,9 +86,9 @@ class PromptParser:
         effort = body.reasoning_effort if isinstance(body, schema.ChatCompletionRequest) else None
         if effort is None:
             return names
-        if EFFORT in self._template_names:
+        if EFFORT in self.template_names:
             return {EFFORT: effort, **names}
-        switches = [name for name in THINKING_SWITCHES if name in self._template_names]
+        switches = [name for name in THINKING_SWITCHES if name in self.template_names]
         if effort == "none" and (switches or self.reasoning is None):
             return {**dict.fromkeys(switches, False), **names}
         hint = f"it reads {' and '.join(switches)} of chat_template_kwargs" if switches else "leave it out"
@@ -108,7 +108,7 @@ class PromptParser:
         ]
         no_tools = isinstance(body, schema.ChatCompletionRequest) and body.tool_choice == "none"
         tools = [] if no_tools else template_tools(body.tools or [])
-        if "tools" in self._template_names:
+        if "tools" in self.template_names:
             return messages, {**names, "tools": tools} if tools else names
         if form is not None and form.has_system_prompt:
             return tool_messages_as_text(messages, tools), names

@@ -98,7 +98,7 @@ class Thinking(Strict, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: OneOrMore | None = None
-    display: Literal["summarized"] | None = None  # the reasoning itself is returned
+    display: Literal["summarized", "omitted"] | None = None  # summarized: the reasoning itself
 
 
 class JsonFormat(Strict, kw_only=True):

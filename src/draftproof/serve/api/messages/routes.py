@@ -7,6 +7,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from draftproof.serve.api.generation.handler import CompletionHandler
+from draftproof.serve.api.generation.prompt_parser import PromptParser
 from draftproof.serve.api.generation.request_schema import ChatCompletionRequest
 from draftproof.serve.api.generation.route import EventEncoder, GenerationRoute, renamed
 from draftproof.serve.api.messages import response_schema as schema
@@ -36,9 +37,12 @@ class MessagesRoute(GenerationRoute):
     schema = MessagesRequest
     id_prefix = "msg_"
 
+    def __init__(self, prompts: PromptParser) -> None:
+        self._prompts = prompts
+
     def request(self, body: Any, record: RequestRecord) -> ChatCompletionRequest:
         """Return the chat request of a body."""
-        return chat_request(body)
+        return chat_request(body, self._prompts.template_names)
 
     def builder(self, body: Any, record: RequestRecord, *args: Any) -> MessageBuilder:
         """Return the builder of the message."""
@@ -64,5 +68,6 @@ class TokenCounter:
         with self._guard.admit(scope["state"]["record"]):
             body = await read_json(scope, receive, self._settings, CountTokensRequest)
             self._completions.check_model(body.model)
-            ids = await self._completions.prompts.conversation(chat_request(body))
+            prompts = self._completions.prompts
+            ids = await prompts.conversation(chat_request(body, prompts.template_names))
             await send_json(send, schema.TokenCount(input_tokens=len(ids)))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from draftproof.serve.api.generation import request_schema as chat
+from draftproof.serve.api.generation.prompt_parser import THINKING_SWITCHES
 from draftproof.serve.api.messages import request_schema as schema
 from draftproof.serve.http.errors import ApiError
 
@@ -14,24 +15,23 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 ERROR_MARK = "Error: "  # before the result of a call that failed; chat messages have no field for it
 
 
-def chat_request(body: schema.CountTokensRequest) -> chat.ChatCompletionRequest:
-    """Return the chat request of a body."""
+def chat_request(
+    body: schema.CountTokensRequest, template_names: Collection[str]
+) -> chat.ChatCompletionRequest:
+    """Return the chat request of a body. `template_names`: names that the chat template reads."""
     messages = chat_messages(body)
     choice, parallel = _tool_choice(body.tool_choice)
     is_prefilled = messages[-1].role == "assistant"
     if is_prefilled and messages[-1].tool_calls:
         raise ApiError(400, "messages: the results of the last tool_use blocks are missing", "messages")
     fields: dict[str, Any] = {name: getattr(body, name) for name in chat.SamplingRequest.__struct_fields__}
-    if body.thinking is not None and body.thinking.budget_tokens is not None:
-        fields["thinking_token_budget"] = body.thinking.budget_tokens
     if isinstance(body, schema.MessagesRequest):
         fields["max_completion_tokens"] = body.max_tokens
         fields["stop"] = body.stop_sequences
         if body.metadata is not None and body.metadata.user_id is not None:
             fields["user"] = body.metadata.user_id[:256]
     return chat.ChatCompletionRequest(
-        **fields,
-        **_reasoning(body),
+        **{**fields, **_reasoning(body, template_names)},
         messages=messages,
         tools=[_tool(tool) for tool in body.tools or ()] or None,
         tool_choice=choice,
@@ -80,7 +80,15 @@ def _assistant(blocks: Sequence[schema.Block]) -> list[chat.Message]:
             function = chat.CalledFunction(name=block.name, arguments=arguments)
             calls.append(chat.MessageToolCall(id=block.id, function=function))
     content = _joined(texts) if texts or not calls else None
-    return [chat.Message(role="assistant", content=content, tool_calls=calls or None)]
+    thinking = "".join(block.thinking for block in blocks if isinstance(block, schema.ThinkingBlock))
+    return [
+        chat.Message(
+            role="assistant",
+            content=content,
+            tool_calls=calls or None,
+            reasoning_content=thinking or None,
+        )
+    ]
 
 
 def _user(role: Any, blocks: Sequence[schema.Block]) -> list[chat.Message]:
@@ -140,11 +148,20 @@ def _response_format(config: schema.OutputConfig | None) -> Any:
     return chat.SchemaJson(json_schema=chat.JsonSchema(schema=config.format.schema))
 
 
-def _reasoning(body: schema.CountTokensRequest) -> dict[str, Any]:
+def _reasoning(body: schema.CountTokensRequest, template_names: Collection[str]) -> dict[str, Any]:
     """Return the options of the reasoning."""
-    fields: dict[str, Any] = {"chat_template_kwargs": body.chat_template_kwargs}
+    names, thinking = dict(body.chat_template_kwargs or {}), body.thinking
+    fields: dict[str, Any] = {}
     if body.output_config is not None and body.output_config.effort is not None:
         fields["reasoning_effort"] = body.output_config.effort
-    if body.thinking is not None and body.thinking.type == "disabled":
+    if thinking is not None and thinking.type == "disabled":
         fields["reasoning_effort"] = "none"
-    return fields
+    if thinking is not None and thinking.type == "enabled":
+        if thinking.budget_tokens is None:
+            name = "thinking.budget_tokens"
+            raise ApiError(400, f"{name} is missing", name, "missing_option")
+        fields["thinking_token_budget"] = thinking.budget_tokens
+        names = {name: True for name in THINKING_SWITCHES if name in template_names} | names
+    if thinking is not None and thinking.display == "omitted":
+        fields["include_reasoning"] = False
+    return {**fields, "chat_template_kwargs": names or None}

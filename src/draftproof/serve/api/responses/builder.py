@@ -144,8 +144,15 @@ def _message(items: Sequence[OutputItem]) -> Message:
         for item in items
         if item.kind == "call"
     ]
-    text = "".join(item.text for item in items if item.kind == "text")
-    return Message(role="assistant", content=text or (None if calls else ""), tool_calls=calls or None)
+    text, reasoning = (
+        "".join(item.text for item in items if item.kind == kind) for kind in ("text", "reasoning")
+    )
+    return Message(
+        role="assistant",
+        content=text or (None if calls else ""),
+        tool_calls=calls or None,
+        reasoning_content=reasoning or None,
+    )
 
 
 class ResponsesEncoder(ItemEncoder):

@@ -64,17 +64,29 @@ def input_messages(given: str | list[schema.InputItem]) -> list[chat.Message]:
     if isinstance(given, str):
         return [chat.Message(role="user", content=given)]
     messages: list[chat.Message] = []
+    reasoning = ""  # before the next message of the assistant
     for at, item in enumerate(given):
         where = f"input[{at}]"
+        if item.type == "reasoning":
+            reasoning += _reasoning(item)
+            continue
         if item.type == "message":
             messages.append(_message(item, where))
         elif item.type == "function_call":
             _add_call(messages, item, where)
-        elif item.type == "function_call_output":
+        else:
             messages.append(_result(item, where))
+        if reasoning and messages[-1].role == "assistant":
+            messages[-1].reasoning_content, reasoning = reasoning, ""
     if not messages:
         raise ApiError(400, "input: there is no message", "input")
     return messages
+
+
+def _reasoning(item: schema.InputItem) -> str:
+    """Return the text of a reasoning item, or the summary in place of a text that is missing."""
+    content = item.content or item.summary or ""
+    return content if isinstance(content, str) else "".join(part_text(part) for part in content)
 
 
 def _needed(item: schema.InputItem, name: str, where: str) -> Any:
@@ -113,7 +125,7 @@ def _content(content: str | list[schema.Part]) -> str | list[chat.TextPart]:
     return parts[0].text if len(parts) == 1 else parts or ""
 
 
-def part_text(part: schema.Part) -> str:
+def part_text(part: schema.Part | schema.SummaryText) -> str:
     """Return the text of a part."""
     return part.refusal if isinstance(part, schema.Refusal) else part.text
 
