@@ -5,7 +5,8 @@ The Responses API and the Messages API return such lists, whole or as events. Bo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,12 +49,27 @@ class OutputItems:
         self._parsing = parsed.parsing
         self._stream = None if parsed.parsing is None else parsed.parsing.stream()
         self.items: list[OutputItem] = []
+        self._num_parsed = 0  # characters
+        self._waiting: deque[tuple[int, LogprobRow]] = deque()  # by the character where their token begins
         self._rows: list[LogprobRow] = []  # of tokens whose text is held back
 
-    def feed(self, text: str, row: LogprobRow | None, is_last: bool) -> list[ItemChange]:
-        """Return the changes by the text of a token; `row`: its logprobs."""
-        if row is not None:
+    def add_rows(self, begins: Iterable[int], rows: Iterable[LogprobRow]) -> None:
+        """Add the logprobs of tokens that begin at these characters, before their text is fed."""
+        self._waiting.extend(zip(begins, rows, strict=False))
+
+    def feed(self, text: str, is_last: bool) -> list[ItemChange]:
+        """Return the changes by new text. Tokens that begin in it add their logprobs on the way."""
+        changes = []
+        while self._waiting and (is_last or self._waiting[0][0] <= self._num_parsed + len(text)):
+            begin, row = self._waiting.popleft()
+            length = max(0, begin - self._num_parsed)
+            changes += self._parse(text[:length], is_last=False)
+            text = text[length:]
             self._rows.append(row)
+        return changes + self._parse(text, is_last)
+
+    def _parse(self, text: str, is_last: bool) -> list[ItemChange]:
+        self._num_parsed += len(text)
         changes = [self._change(delta) for delta in self._deltas(text, is_last)]
         if is_last and not self.items:
             changes.append(self._change(ContentDelta("")))
@@ -92,12 +108,9 @@ class ItemBuilder(ResponseBuilder):
 
     def items(self, output: CompletionOutput) -> list[OutputItem]:
         """Return the items of a whole output."""
-        items, rows = OutputItems(self.parsed), logprob_rows(output.logprobs)
-        begins = output.text_offsets if rows else []  # token by token: each has its row
-        for row, begin, end in zip(rows, begins, begins[1:], strict=False):
-            items.feed(output.text[begin:end], row, is_last=False)
-        last = begins[-1] if begins else 0
-        items.feed(output.text[last:], rows[-1] if rows else None, is_last=True)
+        items = OutputItems(self.parsed)
+        items.add_rows(output.text_offsets, logprob_rows(output.logprobs))
+        items.feed(output.text, is_last=True)
         return items.items
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Any:
@@ -129,8 +142,9 @@ class ItemEncoder:
         for event in events:
             if event.finish_reason in ("error", "abort"):
                 raise GenerationFailed(event)
-            is_last = event.finish_reason is not None
-            for change in self._items.feed(event.text, event.logprob_row, is_last):
+            if event.logprob_row is not None:
+                self._items.add_rows([event.text_offset], [event.logprob_row])
+            for change in self._items.feed(event.text, event.finish_reason is not None):
                 if change.is_new:
                     self._end_open_item(out)
                     self._open = change.item
