@@ -202,6 +202,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"container": "c"}, "container"),
+    ({"thread": {"type": "create"}}, "thread"),
     ({"stop": ["x"]}, "stop"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
@@ -218,6 +219,8 @@ def test_refusals_have_the_form_of_the_api(served: Served, more: dict[str, Any],
     body = got.json()
     assert got.status_code == 400 and body["type"] == "error", got.text
     assert body["error"]["type"] == "invalid_request_error" and body["error"]["param"].startswith(param)
+    # the client then sends the conversation without a thread
+    assert ("details" in body["error"]) == ("thread" in more)
 
 
 def test_errors_and_keys_of_the_client(served: Served, client: Any) -> None:

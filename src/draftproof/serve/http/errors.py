@@ -53,10 +53,16 @@ class ErrorResponse(msgspec.Struct):
     error: ErrorDetail
 
 
-class MessageErrorResponse(msgspec.Struct):
-    """Anthropic's error object; `param` and `code` are additions of this server."""
+class MessageErrorDetail(ErrorDetail, omit_defaults=True):
+    """Fields of an error of the Messages API; `param` and `code` are additions of this server."""
 
-    error: ErrorDetail
+    details: dict[str, str] | None = None
+
+
+class MessageErrorResponse(msgspec.Struct):
+    """Anthropic's error object."""
+
+    error: MessageErrorDetail
     type: Literal["error"] = "error"
 
 
@@ -94,10 +100,12 @@ class MessageError(ApiError):
     """Error response in the form of the Messages API."""
 
     @property
-    def detail(self) -> ErrorDetail:
+    def detail(self) -> MessageErrorDetail:
         """Fields of the error, with a type of that API."""
         kind = _MESSAGE_TYPES.get(self.status, super().detail.type)
-        return ErrorDetail(self.message, kind, self.param, self.code)
+        # the anthropic client then sends the whole conversation without a thread
+        details = {"error_code": "thread_unsupported_request"} if self.param == "thread" else None
+        return MessageErrorDetail(self.message, kind, self.param, self.code, details)
 
     @property
     def body(self) -> bytes:

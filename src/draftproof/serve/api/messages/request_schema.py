@@ -130,6 +130,7 @@ UNSUPPORTED: Unsupported = {
     "container": ("containers are not supported; run tools in the client", (None,)),
     "mcp_servers": ("MCP servers are not supported; run tools in the client", (None, [])),
     "context_management": ("the conversation is not edited; send less of it", _NO_EDITS),
+    "thread": ("threads are not supported; send the whole conversation", (None,)),
     "inference_geo": ("the region cannot be chosen", (None,)),
     "diagnostics": ("diagnostics are not supported; see usage.cache_read_input_tokens", (None,)),
     "output_format": ("use output_config.format", (None,)),
