@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io as io_module
 import json
 import pickle
@@ -10,17 +11,22 @@ import socket
 import struct
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
+from draftproof import AsyncLLM
 from draftproof.errors import ConfigError
 from draftproof.serve.api import token_routes
 from draftproof.serve.api.generation import prompt_parser, request_schema
 from draftproof.serve.api.generation.response_builder import generation_error
 from draftproof.serve.http import io, request_log
-from draftproof.serve.settings import ApiKeys, Settings
+from draftproof.serve.http.app import create_app
+from draftproof.serve.http.server import HttpServer, uvicorn_config
+from draftproof.serve.settings import ApiKeys, Settings, read_keys
 from draftproof.text.grammar import process
 from serving import NGRAM, Served, raw_request, serving, tiny
 from worker_thread import wait_for
@@ -276,3 +282,94 @@ def test_truncated_reply_of_the_grammar_compiler_ends_its_reader() -> None:
     source = io_module.BytesIO(struct.pack("<Q", 100) + pickle.dumps("x" * 80)[:40])
     process._read(SimpleNamespace(stdout=source), replies)  # type: ignore[arg-type]
     assert replies.get_nowait() is None
+
+
+class HeldDrain:
+    """Engine that drains until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    async def drain(self, seconds: float) -> int:
+        await asyncio.to_thread(self.released.wait, seconds)
+        return 0
+
+    async def shutdown(self) -> None:
+        return None
+
+
+def test_new_connections_get_503_while_the_server_drains(folder: Any) -> None:
+    engine, held, settings = AsyncLLM.from_llm(tiny(folder)), HeldDrain(), Settings()
+    app = create_app(engine, settings)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = HttpServer(uvicorn_config(app, settings), held, app.state.guard, settings, None)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            wait_for(lambda: server.started)
+            server.should_exit = True
+            wait_for(lambda: app.state.guard.draining)
+            got = httpx.post(f"{url}/v1/completions", json={"prompt": "one", "max_tokens": 1}, timeout=60)
+            assert (got.status_code, got.json()["error"]["code"]) == (503, "draining")
+            assert "retry-after" in got.headers
+            assert httpx.get(f"{url}/health", timeout=60).json()["status"] == "draining"
+        finally:
+            held.released.set()
+            thread.join(60)
+            engine._finalizer()
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.0])
+def test_silent_stream_gets_comments(folder: Any, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "one", "max_tokens": 3, "stream": True, "seed": 1, "temperature": 0}
+    with serving(tiny(folder), Settings(keep_alive_seconds=seconds)) as running:
+        open_stream = running.llm.stream
+
+        def slow(*given: Any, **options: Any) -> Any:
+            stream = open_stream(*given, **options)
+            read = stream.read
+
+            async def read_late() -> Any:
+                stream.read = read
+                await asyncio.sleep(0.5)
+                return await read()
+
+            stream.read = read_late
+            return stream
+
+        expected = running.post("/v1/completions", body).text
+        monkeypatch.setattr(running.llm, "stream", slow)
+        got = running.post("/v1/completions", body).text
+        assert (": keep-alive\n\n" in got) is bool(seconds)
+        assert got.startswith(": keep-alive") is bool(seconds), "before the first token too"
+        texts = [
+            [
+                json.loads(line[6:])["choices"][0]["text"]
+                for line in text.splitlines()
+                if line[:7] == "data: {"
+            ]
+            for text in (got, expected)
+        ]
+        assert texts[0] == texts[1] and got.endswith("data: [DONE]\n\n")
+        completed = running.client.completions.create(model=running.model, **body)
+        assert "".join(chunk.choices[0].text for chunk in completed) == "".join(texts[0])
+
+
+def test_keys_have_priority_limits_of_their_own(folder: Any, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# keys\nalpha max-priority=9\nbeta\n\ngamma max-priority=0\n")
+    keys = read_keys(str(path))
+    copied = ApiKeys((), keys.digests, keys.max_priorities)  # as another HTTP process gets them
+    for held in (keys, copied):
+        with serving(tiny(folder), Settings(api_keys=held, max_priority=2)) as running:
+            for key, limit in (("alpha", 9), ("beta", 2), ("gamma", 0)):
+                for priority in (-limit - 1, -limit, limit, limit + 1):
+                    body = {"prompt": "one", "max_tokens": 1, "priority": priority}
+                    got = running.post("/v1/completions", body, headers=bearer(key))
+                    assert got.status_code == (200 if abs(priority) <= limit else 400), (key, priority)
+    for line in ("alpha max-priority=-1", "alpha max_priority=1", "alpha beta", "alpha max-priority=1 x"):
+        path.write_text(line)
+        with pytest.raises(ConfigError, match="line 1: a key may be followed by max-priority=N"):
+            read_keys(str(path))

@@ -67,7 +67,8 @@ def _add_server_options(group: Any) -> None:
     add("--ssl-keyfile", metavar="FILE", help="private key of the certificate (PEM)")
     add("--server-processes", type=int, default=1, metavar="N", help="HTTP processes (default: 1)")
     add("--served-model-name", action="append", metavar="NAME", help="name in the API; may be repeated")
-    add("--api-key-file", metavar="FILE", help=f"one key a line; the environment's {KEY_VARIABLE} adds keys")
+    text = f"one key a line, maybe with max-priority=N; the environment's {KEY_VARIABLE} adds keys"
+    add("--api-key-file", metavar="FILE", help=text)
     text = "let requests of all API keys share cached prefixes and drafts from earlier outputs"
     add("--share-prefix-cache", action="store_true", help=text)
     text = "encode special tokens that messages contain, such as <|im_end|>, as tokens and not as text"
@@ -94,6 +95,7 @@ def _add_limits(group: Any) -> None:
         ("max_concurrent_per_key", int, "requests of one API key at once, over all processes"),
         ("max_priority", int, "largest absolute `priority` of a request; 0: none is accepted"),
         ("max_stored_bytes", int, "bytes of the stored responses of one API key"),
+        ("keep_alive_seconds", float, "seconds of silence after which a stream gets a comment; 0: none"),
         ("request_seconds", float, "seconds from a request to the end of its response"),
         ("body_seconds", float, "seconds for a body to arrive"),
         ("stall_seconds", float, "seconds that a client may leave its response unread"),

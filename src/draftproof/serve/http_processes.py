@@ -96,7 +96,8 @@ class HttpProcessGroup:
 
     def _start(self, number: int) -> None:
         given = {f.name: getattr(self._settings, f.name) for f in fields(Settings)}
-        given["api_keys"] = self._settings.api_keys.digests
+        keys = self._settings.api_keys
+        given["api_keys"] = (keys.digests, keys.max_priorities)
         job = {
             "address": self._address,
             "folder": str(self._folder),
@@ -141,7 +142,7 @@ def child() -> None:
     job = json.loads(line)
     configure_logging(*job["log"])
     given = job["settings"]
-    given["api_keys"] = ApiKeys((), given["api_keys"])
+    given["api_keys"] = ApiKeys((), *given["api_keys"])
     for name in ("served_model_names", "allowed_hosts", "allowed_origins"):
         given[name] = tuple(given[name])
     listener = socket.socket(fileno=job["listener"])

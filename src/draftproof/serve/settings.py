@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import os
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from draftproof.text.tool_calls.formats import find_format
 
 KEY_VARIABLE = "DRAFTPROOF_API_KEY"  # one key, or several separated by commas
 ANY_HOST = "*"
+MAX_PRIORITY_OPTION = "max-priority"  # of a line with a key
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -40,6 +41,7 @@ class Settings:
     max_logprob_entries: int = 4_000_000  # tokens times logprobs of one request
     max_concurrent: int = 1024
     max_concurrent_per_key: int | None = None
+    keep_alive_seconds: float = 15.0  # of silence after which a stream gets a comment; 0: none
     request_seconds: float = 600.0  # from the end of the request to the end of the response
     body_seconds: float = 30.0  # for the body to arrive
     stall_seconds: float = 60.0  # that a client may leave a full socket unread
@@ -75,6 +77,8 @@ class Settings:
             if host != host.lower() or "/" in host or (":" in host and not _is_address(host)):
                 raise ConfigError(f"allowed_hosts has names without scheme and port, in lower case: {host!r}")
         self._check_certificate()
+        if not self.keep_alive_seconds >= 0:
+            raise ConfigError(f"keep_alive_seconds must be at least 0, got {self.keep_alive_seconds!r}")
         for name in ("request_seconds", "body_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
@@ -112,8 +116,17 @@ def default_hosts(host: str) -> tuple[str, ...]:
 class ApiKeys:
     """API keys, stored as digests and compared in constant time."""
 
-    def __init__(self, keys: Iterable[str], digests: Iterable[str] = ()) -> None:
-        self._digests = [*map(bytes.fromhex, digests), *map(_digest, dict.fromkeys(keys))]
+    def __init__(
+        self,
+        keys: Iterable[str] | Mapping[str, int | None],
+        digests: Iterable[str] = (),
+        max_priorities: Mapping[str, int] | None = None,
+    ) -> None:
+        """Take keys, a mapping to their own largest priority or None; or what another process derived."""
+        limits: Mapping[str, int | None] = keys if isinstance(keys, Mapping) else dict.fromkeys(keys)
+        self._digests = [*map(bytes.fromhex, digests), *map(_digest, limits)]
+        own = {_name(_digest(key)): limit for key, limit in limits.items() if limit is not None}
+        self.max_priorities: dict[str, int] = {**(max_priorities or {}), **own}  # by short name
 
     @property
     def digests(self) -> list[str]:
@@ -146,15 +159,33 @@ def _digest(key: str) -> bytes:
 
 
 def read_keys(path: str | None) -> ApiKeys:
-    """Read keys from a file, one a line, and the environment; a command line is visible to other users."""
-    keys = [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",")]
+    """Read keys from a file, one a line, and the environment; a command line is visible to other users.
+
+    A key in the file may be followed by `max-priority=N`.
+    """
+    limits: dict[str, int | None] = dict.fromkeys(
+        key for each in os.environ.get(KEY_VARIABLE, "").split(",") if (key := each.strip())
+    )
     if path is not None:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise ConfigError(f"the API keys in {path} cannot be read: {error.strerror}") from error
-        found = [line.strip() for line in lines if not line.lstrip().startswith("#")]
-        if not any(found):
+        found = {i: line.split() for i, line in enumerate(lines, 1) if not line.lstrip().startswith("#")}
+        if not any(found.values()):
             raise ConfigError(f"{path} contains no API key: write one a line")
-        keys += found
-    return ApiKeys(key for key in keys if key)
+        for number, words in found.items():
+            if words:
+                limits[words[0]] = _priority_option(words[1:], f"{path}, line {number}")
+    return ApiKeys(limits)
+
+
+def _priority_option(options: list[str], where: str) -> int | None:
+    """Return the largest priority of a key; None: that of the server."""
+    for option in options:
+        name, _, value = option.partition("=")
+        if len(options) > 1 or name != MAX_PRIORITY_OPTION or not value.isdecimal() or int(value) >= 1 << 31:
+            expected = f"a key may be followed by {MAX_PRIORITY_OPTION}=N, a number of at least 0"
+            raise ConfigError(f"{where}: {expected}")
+        return int(value)
+    return None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ MAX_INLINE_BODY_BYTES = 256 << 10  # larger bodies are decoded in a thread, not 
 LINGER_SECONDS = 5.0  # for the rest of a body that is not used
 T = TypeVar("T")
 JSON_HEADERS = [(b"content-type", b"application/json")]
+KEEP_ALIVE = b": keep-alive\n\n"
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -57,10 +58,35 @@ class ResponseStream:
     def __init__(self, send: Send) -> None:
         self.send = send
         self.started = False
+        self._is_silent = True  # since the last check
         self.failure: Callable[[ApiError], bytes]  # event of an error, set before the first bytes
+
+    @asynccontextmanager
+    async def kept_alive(self, seconds: float) -> AsyncIterator[None]:
+        """Send a comment after some seconds without data, which clients ignore; 0 seconds: none.
+
+        Proxies close connections that are silent for too long.
+        """
+        if not seconds:
+            yield
+            return
+        task = asyncio.create_task(self._send_comments(seconds))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _send_comments(self, seconds: float) -> None:
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(seconds)
+            if self._is_silent:
+                await self.write(KEEP_ALIVE)
 
     async def write(self, data: bytes) -> None:
         """Send some bytes."""
+        self._is_silent = False
         if not self.started:
             self.started = True
             await self.send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})

@@ -184,10 +184,11 @@ class CompletionHandler:
         is_large = builder.parsed.num_logprob_entries > MAX_INLINE_LOGPROBS
         before = record.started
         try:
-            async with aclosing(_batches(streams)) as batches:
+            seconds = self._settings.keep_alive_seconds
+            async with response.kept_alive(seconds), aclosing(_batches(streams)) as batches:
                 async for p, events in batches:
                     now = time.perf_counter()
-                    self._observe_latency(now - before, len(events), response.started, record)
+                    self._observe_latency(now - before, len(events), before != record.started, record)
                     before = now
                     out, failure = bytearray(), None
                     if not openings[p].done:
@@ -214,8 +215,10 @@ class CompletionHandler:
         await response.finish(bytes(out))
         return outputs
 
-    def _observe_latency(self, seconds: float, num_tokens: int, started: bool, record: RequestRecord) -> None:
-        if started:
+    def _observe_latency(
+        self, seconds: float, num_tokens: int, has_tokens: bool, record: RequestRecord
+    ) -> None:
+        if has_tokens:
             self._metrics.between_tokens.observe(seconds / num_tokens, num_tokens)
         else:
             self._metrics.first_token.observe(seconds)

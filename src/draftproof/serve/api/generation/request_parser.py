@@ -56,7 +56,7 @@ class RequestParser:
 
     async def completion(self, body: schema.CompletionRequest, seed: int, key: str = NO_KEY) -> ParsedRequest:
         """Parse a body of /v1/completions. `key`: short name of the API key."""
-        n = self._check_common(body)
+        n = self._check_common(body, key)
         if body.best_of is not None and body.best_of != n:
             raise ApiError(400, "best_of is not supported: use n", "best_of", "unsupported_option")
         echo = bool(body.echo)
@@ -96,7 +96,7 @@ class RequestParser:
 
     async def chat(self, body: schema.ChatCompletionRequest, seed: int, key: str = NO_KEY) -> ParsedRequest:
         """Parse a body of /v1/chat/completions. `key`: short name of the API key."""
-        self._check_common(body)
+        self._check_common(body, key)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         self._check_logprobs("top_logprobs", body.top_logprobs)
@@ -133,7 +133,7 @@ class RequestParser:
             num_logprob_entries=self._count_logprobs([prompt], params),
         )
 
-    def _check_common(self, body: schema.GenerationRequest) -> int:
+    def _check_common(self, body: schema.GenerationRequest, key: str) -> int:
         """Check the options that both routes share; return n."""
         n = body.n or 1
         if n > self._settings.max_n:
@@ -142,7 +142,7 @@ class RequestParser:
             for name in ("stream_options", "stream_granularity"):
                 if getattr(body, name) is not None:
                     raise ApiError(400, f"{name} needs stream: true", name)
-        check_priority(body, self._settings)
+        check_priority(body, self._settings, key)
         self._check_logprobs("prompt_logprobs", body.prompt_logprobs)
         self._check_logprobs("logprob_token_ids", len(body.logprob_token_ids or ()))
         return n
@@ -270,9 +270,9 @@ def cache_salt(salt: str | None, key: str | None, cache_key: str | None = None) 
     return json.dumps([key, salt, cache_key])
 
 
-def check_priority(body: schema.EngineRequest, settings: Settings) -> None:
-    """Reject a priority outside the range of the server."""
-    limit = settings.max_priority
+def check_priority(body: schema.EngineRequest, settings: Settings, key: str) -> None:
+    """Reject a priority outside the range of the API key, or of the server."""
+    limit = settings.api_keys.max_priorities.get(key, settings.max_priority)
     if abs(body.priority or 0) > limit:
-        text = f"the range of this server is {-limit}..{limit}; its operator can raise --max-priority"
+        text = f"the range of this server or key is {-limit}..{limit}; its operator can raise --max-priority"
         raise ApiError(400, f"priority: {text}", "priority")

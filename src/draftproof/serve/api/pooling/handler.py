@@ -73,7 +73,7 @@ class PoolingRoutes:
             record.id = body.request_id
         with self._guard.admit(record), self._metrics.count_open():
             async with ClientMonitor(receive, self._guard) as client:
-                check_priority(body, self._settings)
+                check_priority(body, self._settings, record.key)
                 if body.user is not None:
                     record.fields["user"] = body.user
                 head = {"id": f"{prefix}-{record.id}", "created": int(time.time()), "model": model}
