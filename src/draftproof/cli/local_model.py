@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,18 @@ if TYPE_CHECKING:
     from draftproof.sampling_params import SamplingParams
 
 ENGINE_OPTIONS = ("dtype", "device", "backend", "max_model_len")
+CHAT_ENGINE_OPTIONS = (*ENGINE_OPTIONS, "reasoning_parser")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, names: Sequence[str] = ENGINE_OPTIONS) -> None:
     """Add the model, the engine options and the sampling parameters of a command that loads a model."""
     add_model(parser)
-    add_engine_options(parser, ENGINE_OPTIONS)
+    add_engine_options(parser, names)
+    add_sampling_options(parser)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add the sampling parameters."""
     add = parser.add_argument
     add("-n", "--max-tokens", type=int, default=256, metavar="N", help="tokens of an output (default: 256)")
     add("-t", "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
@@ -34,12 +41,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="seed of the request (default: a fresh one)")
 
 
-def load_model(options: argparse.Namespace, console: Console) -> LLM:
+def load_model(options: argparse.Namespace, console: Console, names: Sequence[str] = ENGINE_OPTIONS) -> LLM:
     """Load the model and run one short request, which compiles what is not compiled yet."""
     from draftproof.llm import LLM
 
     params = sampling_params(options)  # refuses wrong parameters before a model is loaded
-    engine_options = read_engine_options(options, ENGINE_OPTIONS)
+    engine_options = read_engine_options(options, names)
     with console.status(Text(f"loading {options.model}")):
         llm = LLM(options.model, max_num_seqs=4, **engine_options)
         llm.generate([[0, 1, 2, 3]], replace(params, max_tokens=2, seed=0), use_tqdm=False)

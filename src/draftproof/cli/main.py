@@ -1,4 +1,4 @@
-"""Entry point of the command line: generate, chat, serve, train, simulate, info."""
+"""Entry point of the command line: the table of commands."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from rich.console import Console
 from rich.text import Text
 
 from draftproof import __version__
-from draftproof.cli import chat, generate, model_info, serve, simulate, train
+from draftproof.cli import generate, model_info, run, serve, simulate, train
+from draftproof.cli.chat import command as chat
 from draftproof.errors import DraftproofError, nearest
 
 COMMANDS = {
     "generate": (generate, "complete one prompt"),
     "serve": (serve, "serve a model over HTTP with OpenAI's API"),
     "chat": (chat, "chat with a model in the terminal"),
+    "run": (run, "print one reply to a prompt"),
     "train": (train, "train a draft head for a model"),
     "simulate": (simulate, "estimate the gain of a proposer on recorded outputs"),
     "info": (model_info, "describe a model without loading its weights"),
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments, with those of a `--config` file of `serve` before them."""
-    parser, commands = _parsers()
+    parser, commands = parsers()
     if arguments and arguments[0] == "serve":
         arguments = ["serve", *serve.with_config_file(commands["serve"], arguments[1:])]
     options, unknown = parser.parse_known_args(arguments)
@@ -65,7 +67,8 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{what} {flag!r}: {hint}")
 
 
-def _parsers() -> tuple[Parser, Mapping[str, Parser]]:
+def parsers() -> tuple[Parser, Mapping[str, Parser]]:
+    """Return the parser of the program and those of its commands by name."""
     text = "LLM inference in which speculation changes nothing but the speed."
     parser = Parser(prog="draftproof", description=text)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

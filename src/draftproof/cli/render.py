@@ -38,13 +38,18 @@ class RenderedOutput:
 
     def figures(self, stats: SpecStats) -> str:
         """Return one line with tokens, steps, acceptance and speed."""
-        text = f"{len(self.token_ids)} tokens in {stats.num_steps} steps"
-        if stats.num_drafts:
-            text += (
-                f", acceptance length {stats.acceptance_length:.2f}, {stats.num_accepted_tokens} of "
-                f"{stats.num_draft_tokens} drafts accepted"
-            )
-        return f"{text}, {self.rate:.1f} tok/s"
+        return figures_line(len(self.token_ids), stats, self.rate)
+
+
+def figures_line(num_tokens: int, stats: SpecStats, rate: float) -> str:
+    """Return one line with tokens, steps, acceptance and tokens per second."""
+    text = f"{num_tokens} tokens in {stats.num_steps} steps"
+    if stats.num_drafts:
+        text += (
+            f", acceptance length {stats.acceptance_length:.2f}, {stats.num_accepted_tokens} of "
+            f"{stats.num_draft_tokens} drafts accepted"
+        )
+    return f"{text}, {rate:.1f} tok/s"
 
 
 def render(events: Iterable[TokenEvent], console: Console) -> RenderedOutput:

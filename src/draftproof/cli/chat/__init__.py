@@ -1,0 +1,1 @@
+"""`draftproof chat` and `draftproof run`: clients, conversation, tools and terminal."""
