@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftproof import __version__
-from draftproof.cli import generate, model_info, run, serve, simulate, train
+from draftproof.cli import completion, generate, model_info, run, serve, simulate, train
 from draftproof.cli.chat import command as chat
 from draftproof.errors import DraftproofError, nearest
 
@@ -23,6 +23,7 @@ COMMANDS = {
     "train": (train, "train a draft head for a model"),
     "simulate": (simulate, "estimate the gain of a proposer on recorded outputs"),
     "info": (model_info, "describe a model without loading its weights"),
+    "completion": (completion, "print a script that completes these commands in a shell"),
 }
 
 
