@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: docs setup demo test test-fast lint bench test-gpu test-page
+.PHONY: docs setup demo test test-fast lint bench test-gpu test-page test-clients
 
 setup: $(STAMP)
 
@@ -46,3 +46,8 @@ test-gpu:
 test-page: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,page]"
 	$(BIN)/python -m pytest tests/serve/test_page.py tests/page
+	$(BIN)/python -m pytest tests/serve/test_page.py
+
+# Clients of other projects against the server, each in an environment of its own under .clients (needs npm).
+test-clients: setup
+	$(BIN)/python tests/clients/run.py

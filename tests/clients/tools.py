@@ -1,39 +1,27 @@
-"""Programs of other projects, unchanged, against `draftproof serve`; the last line of stdout is JSON.
+"""Evaluation, load and fuzzing tools of other projects, unchanged, against `draftproof serve`.
 
-    python bench/serve_clients.py [--tools FOLDER] [--results FOLDER] [--only lm_eval guidellm schemathesis]
-
-lm-eval: log-likelihoods over HTTP (echo and logprobs) equal those of `LLM` in this process to the last digit,
-with speculation on and off; so do the generated texts. guidellm: a load client. schemathesis: a fuzzer of
-/openapi.json. Each is installed into an environment of its own under FOLDER if it is missing; none of them
-installs torch. No dataset and no tokenizer is downloaded.
+lm-eval: log-likelihoods over HTTP (echo and logprobs, tokens by the server's /tokenize) equal those of `LLM`
+in this process to the last digit, with speculation on and off; so do the generated texts. guidellm: a load
+client. schemathesis: a fuzzer of /openapi.json. No dataset and no tokenizer is downloaded.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
-import venv
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from common.measure import finish
 from common.server_process import NGRAM, Program, served
 
 from draftproof import LLM, SamplingParams
 from draftproof.text.tokenizer import Tokenizer
 
-# transformers only for its tokenizers; newer versions of guidellm need torch
-WANTED = {
-    "lm_eval": ["lm-eval==0.4.13", "transformers==5.17.0", "tenacity", "tiktoken"],
-    "guidellm": ["guidellm==0.3.1"],
-    "schemathesis": ["schemathesis==4.32.5"],
-}
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance,negative_data_rejection,unsupported_method,allow_header_conformance"
@@ -97,16 +85,6 @@ doc_to_target: "{{{{text}}}}"
 generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 32, temperature: 0}}
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 """
-
-
-def environment(tools: Path, name: str) -> Path:
-    """Return the folder with a tool's programs; install it if it is missing."""
-    folder = tools / name
-    if not (folder / "bin" / "python").exists():
-        venv.create(folder, with_pip=True)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *WANTED[name]]
-        subprocess.run(pip, check=True)
-    return folder / "bin"
 
 
 def run(command: list[str], log: Path, work: Path) -> str:
@@ -184,14 +162,13 @@ def offline(llm: LLM) -> tuple[list[list[tuple[float, bool]]], list[str]]:
     return sums, [llm.generate([text], until)[0].outputs[0].text for text in STARTS]
 
 
-def lm_eval(program: Program, bin_folder: Path, work: Path, log: Path) -> dict[str, Any]:
+def lm_eval(program: Program, model_name: str, bin_folder: Path, work: Path, log: Path) -> dict[str, Any]:
     """Run lm-eval and return its results."""
     out = work / f"out-{log.stem}"
     model = {
-        "model": "smollm2-135m",
+        "model": model_name,
         "base_url": f"{program.url}/v1/completions",
-        "tokenizer_backend": "huggingface",
-        "tokenizer": str(work),
+        "tokenizer_backend": "remote",
         "num_concurrent": 4,
         "max_retries": 1,
         "max_length": 2048,
@@ -260,67 +237,39 @@ def schemathesis(
     }
 
 
-def main() -> None:
-    """Run the chosen tools."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--tools", type=Path, default=Path(tempfile.gettempdir()) / "draftproof-tools")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "serve_clients")
-    parser.add_argument("--only", nargs="+", choices=sorted(WANTED), default=sorted(WANTED))
-    parser.add_argument("--requests", type=int, default=24, help="of guidellm, at each concurrency")
-    parser.add_argument("--examples", type=int, default=300, help="of schemathesis, for each route")
-    parser.add_argument("--fuzz-seconds", type=int, default=600)
-    options = parser.parse_args()
-    programs = {name: environment(options.tools.resolve(), name) for name in options.only}
-    results = options.results.resolve()
-    found: dict[str, Any] = {"versions": {name: WANTED[name][0] for name in options.only}}
-    passed = True
+def compare_lm_eval(options: Namespace, bin_folder: Path, work: Path) -> dict[str, Any]:
+    """Compare lm-eval's results with and without speculation with those of `LLM` in this process."""
+    write_tasks(work)
+    with LLM(options.model) as llm:
+        expected = offline(llm)
+    found = {}
+    for side, config in (("speculation", NGRAM), ("plain", "off")):
+        with served(options.model, "--speculative-config", config) as program:
+            log = options.results / f"lm_eval_{side}.txt"
+            found[side] = lm_eval(program, options.model, bin_folder, work, log)
+    equal = {side: (each["sums"], each["texts"]) == expected for side, each in found.items()}
+    same = found["speculation"] == found["plain"]
+    return {
+        "passed": same and all(equal.values()),
+        "log_likelihoods": sum(map(len, expected[0])),
+        "equal_offline": equal,
+        "equal_with_speculation": same,
+        "accuracy": found["plain"]["accuracy"],
+    }
+
+
+def run_tool(name: str, options: Namespace, bin_folder: Path) -> dict[str, Any]:
+    """Run one tool against a server of its own and return its result."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        if {"lm_eval", "guidellm"} & set(options.only):
-            llm = LLM(options.model)
-            write_tokenizer(llm.get_tokenizer(), work)
-            write_tasks(work)
-            expected = offline(llm) if "lm_eval" in options.only else ([], [])
-            llm.close()
-            results_of = {}
-            for side, config in (("speculation", NGRAM), ("plain", "off")):
-                if side == "plain" and "lm_eval" not in options.only:
-                    continue
-                with served(options.model, "--speculative-config", config) as program:
-                    if "lm_eval" in options.only:
-                        log = results / f"lm_eval_{side}.txt"
-                        results_of[side] = lm_eval(program, programs["lm_eval"], work, log)
-                    if side == "speculation" and "guidellm" in options.only:
-                        log = results / "guidellm.txt"
-                        found["guidellm"] = guidellm(
-                            program, programs["guidellm"], work, log, options.requests
-                        )
-                        passed &= found["guidellm"]["passed"]
-            if results_of:
-                found["lm_eval"] = {
-                    "log_likelihoods": sum(map(len, expected[0])),
-                    "equal_offline": {
-                        side: (t["sums"], t["texts"]) == expected for side, t in results_of.items()
-                    },
-                    "equal_with_speculation": results_of["speculation"] == results_of["plain"],
-                    "accuracy": results_of["plain"]["accuracy"],
-                }
-                passed &= all(found["lm_eval"]["equal_offline"].values())
-                passed &= found["lm_eval"]["equal_with_speculation"]
-        if "schemathesis" in options.only:
-            short = ("--max-model-len", "64", "--max-n", "2", "--speculative-config", NGRAM)
-            with served(options.model, *short) as program:
-                log = results / "schemathesis.txt"
-                found["schemathesis"] = schemathesis(
-                    program, programs["schemathesis"], work, log, options.examples, options.fuzz_seconds
-                )
-                passed &= found["schemathesis"]["passed"]
-    finish("serve_clients", {"passed": bool(passed), **found})
-    sys.exit(not passed)
-
-
-if __name__ == "__main__":
-    main()
+        if name == "lm_eval":
+            return compare_lm_eval(options, bin_folder, work)
+        log = options.results / f"{name}.txt"
+        if name == "guidellm":
+            with LLM(options.model) as llm:
+                write_tokenizer(llm.get_tokenizer(), work)
+            with served(options.model, "--speculative-config", NGRAM) as program:
+                return guidellm(program, bin_folder, work, log, options.requests)
+        short = ("--max-model-len", "64", "--max-n", "2", "--speculative-config", NGRAM)
+        with served(options.model, *short) as program:
+            return schemathesis(program, bin_folder, work, log, options.examples, options.fuzz_seconds)
