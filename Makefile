@@ -46,7 +46,6 @@ test-gpu:
 test-page: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,page]"
 	$(BIN)/python -m pytest tests/serve/test_page.py tests/page
-	$(BIN)/python -m pytest tests/serve/test_page.py
 
 # Clients of other projects against the server, each in an environment of its own under .clients (needs npm).
 test-clients: setup
