@@ -159,9 +159,10 @@ def responses_stream() -> str:
     """Compare a stream of events with the whole response."""
     own: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 24, "input": QUESTION}
     with client.responses.stream(**own) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        assert text == stream.get_final_response().output_text
-    assert text == client.responses.create(**own).output_text
+        events = list(stream)
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert events[-1].type == "response.incomplete"  # 24 tokens are too few
+    assert text == events[-1].response.output_text == client.responses.create(**own).output_text
     return text
 
 
