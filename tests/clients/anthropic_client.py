@@ -11,7 +11,7 @@ client = Anthropic(base_url=URL, api_key=API_KEY, max_retries=0)
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 SHORT: Any = {"model": MODEL, "max_tokens": 24, "extra_body": {"temperature": 0}}
 TOOL: Any = {"name": "get_weather", "description": "Return the weather.", "input_schema": WEATHER}
-CALL: Any = {"model": MODEL, "max_tokens": 200, "extra_body": {"temperature": 0}, "messages": MESSAGES, "tools": [TOOL]}
+CALL: Any = {**SHORT, "max_tokens": 200, "messages": MESSAGES, "tools": [TOOL]}
 
 
 def message() -> str:
