@@ -63,7 +63,7 @@ async function runToolsLoop() {
 }
 
 async function runToolsAuto() {
-  const runner = client.chat.completions.runTools({ messages, tools: [runnable([])], stop: ".", ...long });
+  const runner = client.chat.completions.runTools({ messages, tools: [runnable([])], stop: " ", ...long });
   return runner.finalContent();
 }
 
