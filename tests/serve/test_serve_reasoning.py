@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
+from draftproof.errors import ConfigError
+from draftproof.serve.api.generation.prompt_parser import PromptParser
+from draftproof.serve.api.generation.request_schema import ChatCompletionRequest, Message
 from draftproof.serve.settings import Settings
 from serving import CHAT, NGRAM, Served, make_folder, serving, tiny
 
@@ -104,6 +108,19 @@ def test_template_names_and_effort_reach_the_template(served: Served) -> None:
     plain = ask(served).model_extra["prompt_token_ids"]
     low = ask(served, reasoning_effort="low").model_extra["prompt_token_ids"]
     assert len(low) > len(plain) and low[: len(plain)] == plain
+
+
+def test_defaults_of_the_server_are_names_for_the_template(served: Served) -> None:
+    parser = PromptParser(served.llm, Settings(default_chat_template_kwargs={"enable_thinking": False}))
+
+    def prompt(**options: Any) -> list[int]:
+        message = Message(role="user", content="hi")
+        return asyncio.run(parser.conversation(ChatCompletionRequest(messages=[message], **options)))
+
+    assert end_id(served) in prompt()
+    assert end_id(served) not in prompt(chat_template_kwargs={"enable_thinking": True})
+    with pytest.raises(ConfigError, match="does not use 'thinkin'"):
+        PromptParser(served.llm, Settings(default_chat_template_kwargs={"thinkin": False}))
 
 
 def test_unknown_template_name_is_refused(served: Served) -> None:

@@ -80,6 +80,8 @@ def _add_server_options(group: Any) -> None:
     add("--max-stored-responses", type=int, metavar="N", help=text)
     text = "format of tool calls, such as hermes (default: that of the chat template)"
     add("--tool-call-parser", metavar="NAME", help=text)
+    text = "names for the chat template, as JSON; those of a request take precedence"
+    add("--default-chat-template-kwargs", type=json.loads, default={}, metavar="JSON", help=text)
     add("--log-prompts", action="store_true", help="include prompts in the log")
 
 
@@ -187,8 +189,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from draftproof.serve.http.server import listen
     from draftproof.serve.http_processes import HttpProcessGroup, serve_address
     from draftproof.serve.supervisor import Supervisor
+    from draftproof.text.reasoning.formats import find_format
 
     settings, engine = read_settings(options), read_engine_options(options, offered_options())
+    find_format(
+        engine["reasoning_parser"] or None, template=""
+    )  # an unknown name fails before the model loads
     if options.server_processes < 1:
         raise ConfigError("--server-processes must be at least 1")
     listener = listen(options.host, options.port, settings.stall_seconds)

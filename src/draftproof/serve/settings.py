@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from draftproof.errors import ConfigError
 from draftproof.text.tool_calls.formats import find_format
@@ -53,6 +54,7 @@ class Settings:
     max_stored_responses: int = 1000  # of one API key, for previous_response_id; 0: none are stored
     max_stored_bytes: int = 32 << 20  # of the stored responses of one API key
     tool_call_parser: str | None = None  # format of tool calls; None: that of the chat template
+    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # of requests without them
 
     def __post_init__(self) -> None:
         optional = ("max_prompt_tokens", "max_concurrent_per_key")
@@ -71,6 +73,8 @@ class Settings:
             raise ConfigError(f"max_priority must lie in 0..2**31 - 1, got {self.max_priority!r}")
         if self.tool_call_parser is not None:
             find_format(self.tool_call_parser)
+        if not isinstance(self.default_chat_template_kwargs, dict):
+            raise ConfigError("default_chat_template_kwargs must be a JSON object")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path must begin with '/' and not end with it, got {self.root_path!r}")
         for host in self.allowed_hosts:

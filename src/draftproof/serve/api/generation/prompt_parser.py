@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from draftproof.errors import ConfigError
 from draftproof.serve.api.generation import request_schema as schema
 from draftproof.serve.api.generation.tool_options import message_fields, template_tools, tool_messages_as_text
 from draftproof.serve.http.errors import ApiError
@@ -50,6 +51,8 @@ class PromptParser:
         self.tool_format = detect(source) if name is None else find_format(name)
         self.reasoning = find_reasoning(llm.config.reasoning_parser, self.tokenizer, llm.limits.vocab_size)
         self.template_names = frozenset() if template is None else template.names
+        for name in settings.default_chat_template_kwargs.keys() - self.template_names:
+            raise ConfigError(f"default_chat_template_kwargs: the chat template does not use {name!r}")
 
     async def conversation(
         self, body: schema.ChatCompletionRequest | schema.TokenizeRequest, pool: Executor | None = None
@@ -82,15 +85,15 @@ class PromptParser:
 
     def _template_values(self, body: schema.ChatCompletionRequest | schema.TokenizeRequest) -> dict[str, Any]:
         """Return chat_template_kwargs and `reasoning_effort`, under the names that the template reads."""
-        names = dict(body.chat_template_kwargs or {})
+        defaults, names = self._settings.default_chat_template_kwargs, body.chat_template_kwargs or {}
         effort = body.reasoning_effort if isinstance(body, schema.ChatCompletionRequest) else None
         if effort is None:
-            return names
+            return {**defaults, **names}
         if EFFORT in self.template_names:
-            return {EFFORT: effort, **names}
+            return {**defaults, EFFORT: effort, **names}
         switches = [name for name in THINKING_SWITCHES if name in self.template_names]
         if effort == "none" and (switches or self.reasoning is None):
-            return {**dict.fromkeys(switches, False), **names}
+            return {**defaults, **dict.fromkeys(switches, False), **names}
         hint = f"it reads {' and '.join(switches)} of chat_template_kwargs" if switches else "leave it out"
         text = f"reasoning_effort: the chat template of this model does not use it; {hint}"
         raise ApiError(400, text, EFFORT, "unsupported_option")
