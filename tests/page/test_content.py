@@ -106,6 +106,10 @@ def test_tool_calls_and_results(page: Any) -> None:
     configure(page, **{"tool-choice": "none", "extra": ""})
     page.locator(".results textarea").focus()
     page.keyboard.type('{"celsius": 21}')
+    press(page, "#show-tokens", "Space")
+    press(page, "#show-tokens", "Space")
+    assert page.locator(".results textarea").input_value() == '{"celsius": 21}'  # it is not drawn again
+    page.locator(".results textarea").focus()
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     wait_for_end(page, 2)

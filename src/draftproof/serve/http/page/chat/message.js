@@ -76,12 +76,13 @@ export class AnswerView {
       "aria-label": "Output, token by token: arrow keys move through it",
     });
     this.calls = make("div", { class: "calls" });
+    this.results = make("div");   // the form for results of the calls
     this.note = make("p", { class: "note", hidden: true });
     this.comparison = make("p", { class: "comparison", role: "status", hidden: true });
     this.figures = make("p", { class: "quiet figures" });
     this.row = make("div", { class: "actions" });
-    this.element = frame(message, actions, this.fold, this.text, this.tokens, this.calls, this.note,
-      this.comparison, this.figures, this.row);
+    this.element = frame(message, actions, this.fold, this.text, this.tokens, this.calls, this.results,
+      this.note, this.comparison, this.figures, this.row);
     for (const name of ["pointerover", "click"]) {
       this.tokens.addEventListener(name, (event) => {
         const span = event.target.closest(".t");
@@ -99,6 +100,7 @@ export class AnswerView {
     this.#isScheduled = true;
     const draw = () => {
       this.#isScheduled = false;
+      if (!this.actions.isRunning(this.message)) return;   // `finish` has drawn everything
       const began = performance.now();
       this.draw();
       this.pauseMs = Math.min(1000, 5 * (performance.now() - began));
@@ -147,14 +149,14 @@ export class AnswerView {
     this.note.hidden = !note;
     this.note.textContent = note;
     this.note.classList.toggle("error", message.finish === "error");
-    if (areComplete(message.calls) && actions.isLast(message)) {
-      this.calls.append(resultForm(message, (results) => actions.sendResults(message, results)));
-    }
+    const needsResults = areComplete(message.calls) && actions.isLast(message);
+    const form = needsResults ? [resultForm(message, (results) => actions.sendResults(message, results))] : [];
+    this.results.replaceChildren(...form);
     this.#drawComparison();
     const compare = button("Check without speculation", () => actions.compare(message),
       { class: "small", "data-action": "compare", title: "Generate it again with the same seed and compare every bit" });
     this.row.replaceChildren(
-      copyButton(() => message.content, "the answer"),
+      copyButton(() => message.content || JSON.stringify(message.calls, null, 2), "the answer"),
       button("Regenerate", () => actions.regenerate(message), { class: "small", "data-action": "regenerate" }),
       button("Details", () => actions.details(this), { class: "small", "data-action": "details" }),
       ...(message.request.speculative === false ? [] : [compare]));
