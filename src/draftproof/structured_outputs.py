@@ -6,7 +6,7 @@ The options are validated here; `text/grammar` compiles them.
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -135,17 +135,29 @@ def _tag_text(tag: Any) -> str | None:
 
 def schemas_of_tag(text: str) -> list[Any]:
     """Return the JSON schemas inside a structural tag, given as text."""
-    found, pending = [], [json_format.loads(text)]
+    return [part["json_schema"] for part in _parts_of_tag(text) if "json_schema" in part]
+
+
+def tokens_of_tag(text: str) -> set[int]:
+    """Return the ids of the tokens that a structural tag matches by id."""
+    found: list[Any] = []
+    for part in _parts_of_tag(text):
+        found += [part.get("token"), *part.get("trigger_tokens", ())]
+        found += [rule[0] for rule in part.get("rules", ())]
+    return {token for token in found if isinstance(token, int)}
+
+
+def _parts_of_tag(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects inside a structural tag, without the contents of JSON schemas."""
+    pending = [json_format.loads(text)]
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
-            if "json_schema" in value:
-                found.append(value["json_schema"])
-                continue
-            pending += value.values()
+            yield value
+            if "json_schema" not in value:
+                pending += value.values()
         elif isinstance(value, list):
             pending += value
-    return found
 
 
 def _choices(choice: Any) -> tuple[str, ...] | None:

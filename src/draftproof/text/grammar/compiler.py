@@ -1,7 +1,8 @@
 """Compilation of structured outputs to grammars that compute token masks.
 
-The compiler is xgrammar; it gets the vocabulary as bytes. Special tokens have no bytes there (they do not
-appear in the text), so a grammar never allows one. Where the grammar is complete, end-of-text is allowed.
+The compiler is xgrammar; it gets the vocabulary as bytes. The bytes of special tokens there are no text, so
+that a grammar allows such a token only where a structural tag has its id. Where the grammar is complete,
+end-of-text is allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
-from draftproof.structured_outputs import PARAM, StructuredOutputs, schemas_of_tag
+from draftproof.structured_outputs import PARAM, StructuredOutputs, schemas_of_tag, tokens_of_tag
 from draftproof.text.grammar.json_schema_check import not_enforced
 from draftproof.text.grammar.process import GrammarProcess
 from draftproof.text.grammar.reasoning import ReasoningEnd
@@ -103,7 +104,9 @@ class GrammarCompiler:
                 if len(cached.by_reasoning_end) >= MAX_CACHED_GRAMMARS:
                     cached.by_reasoning_end.clear()
                 end = self._reasoning_end(outputs.reasoning_end)
-                made = TextGrammar(cached.compiled, self._vocab_size, self._stops, end)
+                made = TextGrammar(
+                    cached.compiled, self._vocab_size, self._stops, end, self._forbidden(outputs)
+                )
                 cached.by_reasoning_end[outputs.reasoning_end] = made
             return cached.by_reasoning_end[outputs.reasoning_end]
 
@@ -163,8 +166,17 @@ class GrammarCompiler:
             raise RequestError(
                 "structured_outputs needs an end-of-text token to end with, and this model names none", PARAM
             )
-        without_text = tokenizer.special_ids | set(self._stops)
-        return [b"" if i in without_text else tokenizer.token_bytes(i) for i in range(self._vocab_size)]
+        special = {i: b"\xff%d" % i for i in tokenizer.special_ids}  # no valid UTF-8 begins like this
+        special.update(dict.fromkeys(self._stops, b""))
+        return [special[i] if i in special else tokenizer.token_bytes(i) for i in range(self._vocab_size)]
+
+    def _forbidden(self, outputs: StructuredOutputs) -> frozenset[int]:
+        """Return the special tokens that free text would match, without those that the tag has."""
+        if outputs.kind not in ("structural_tag", "grammar"):
+            return frozenset()
+        named = tokens_of_tag(str(outputs.structural_tag)) if outputs.structural_tag else ()
+        special = self._need_tokenizer().special_ids.difference(self._stops, named)
+        return special.intersection(range(self._vocab_size))
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -232,10 +244,21 @@ class TextGrammar:
     """Compiled grammar, optionally after an unconstrained section. Shared by any number of requests."""
 
     def __init__(
-        self, compiled: Any, vocab_size: int, stops: Sequence[int], end: ReasoningEnd | None
+        self,
+        compiled: Any,
+        vocab_size: int,
+        stops: Sequence[int],
+        end: ReasoningEnd | None,
+        forbidden: frozenset[int] = frozenset(),
     ) -> None:
+        """`forbidden`: tokens that never follow, whatever the compiled grammar allows."""
         self.compiled = compiled
         self.words = math.ceil(vocab_size / 32)
+        self.forbidden = forbidden
+        bits = np.zeros(self.words * 32, np.bool_)
+        bits[list(forbidden)] = True
+        packed = np.packbits(bits, bitorder="little").view(np.int32)
+        self.allowed = torch.from_numpy(~packed) if forbidden else None  # [W]
         self.stops = frozenset(stops)
         self.end = end
         self._closed: dict[int, Tensor] = {}
@@ -288,6 +311,8 @@ class TextGrammarState:
             # into a separate row: the matcher ignores strides
             self._matcher.fill_next_token_bitmask(self._row)
             row.copy_(self._row[0])
+            if self._grammar.allowed is not None:
+                row &= self._grammar.allowed
 
     def accept(self, token: int) -> bool:
         """Advance by a token; return False and change nothing if it may not follow."""
@@ -303,7 +328,7 @@ class TextGrammarState:
                     steps = 1
                 self._free = False
         elif not self._matcher.is_terminated():
-            if not self._matcher.accept_token(token):
+            if token in self._grammar.forbidden or not self._matcher.accept_token(token):
                 return False
             steps = 1
         elif token not in self._grammar.stops:

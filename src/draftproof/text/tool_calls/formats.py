@@ -5,12 +5,11 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftproof.errors import ConfigError, nearest
-from draftproof.text.tool_calls import harmony, json_calls, keyed_calls
-from draftproof.text.tool_calls.grammar import LISTED, TAGGED, CallSyntax
+from draftproof.text.tool_calls import grammar, harmony, json_calls, keyed_calls
 from draftproof.text.tool_calls.parser import ParsedText, Steps, TextReader, ToolCallParser, collect
 
 Tools = Mapping[str, Mapping[str, Any]]  # JSON schema of the arguments, by name of the function
@@ -25,10 +24,6 @@ def _nine_characters(name: str, index: int) -> str:
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
-def _name_and_index(name: str, index: int) -> str:
-    return f"functions.{name}:{index}"
-
-
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
     """Format in which a family of models writes tool calls."""
@@ -39,9 +34,10 @@ class ToolCallFormat:
     template_marks: tuple[str, ...]  # all of them are in a chat template of this format
     has_special_tokens: bool = False  # its markers are special tokens, so the text must contain those
     make_id: Callable[[str, int], str] = _call_id  # from the name and the index of a call
-    syntax: CallSyntax = LISTED  # of calls under a grammar
+    syntax: grammar.CallSyntax = grammar.LISTED  # of calls under a grammar
     has_text_arguments: bool = False  # templates need the arguments of earlier calls as text
     has_system_prompt: bool = False  # can be used with templates without tools
+    special_tokens: Mapping[str, int] = field(default_factory=dict)  # of the model: id by text
 
     def parser(self, tools: Tools) -> ToolCallParser:
         """Return a parser for one output."""
@@ -57,35 +53,89 @@ class ToolCallFormat:
 FORMATS = {
     each.name: each
     for each in (
-        ToolCallFormat("harmony", "gpt-oss", harmony.harmony, ("<|channel|>", "functions"), True),
         ToolCallFormat(
-            "kimi", "Kimi K2", json_calls.kimi, ("<|tool_call_argument_begin|>",), True, _name_and_index
+            "harmony",
+            "gpt-oss",
+            harmony.harmony,
+            ("<|channel|>", "functions"),
+            has_special_tokens=True,
+            syntax=grammar.HARMONY,
+        ),
+        ToolCallFormat(
+            "kimi",
+            "Kimi K2",
+            json_calls.kimi,
+            ("<|tool_call_argument_begin|>",),
+            has_special_tokens=True,
+            syntax=grammar.KIMI,
         ),
         ToolCallFormat(
             "deepseek",
-            "DeepSeek V3, V3.1, R1",
+            "DeepSeek V3, R1",
             json_calls.deepseek,
-            ("<｜tool▁sep｜>",),
-            True,
+            ("<｜tool▁sep｜>", "```json"),
+            has_special_tokens=True,
+            syntax=grammar.DEEPSEEK_FENCED,
             has_text_arguments=True,
         ),
         ToolCallFormat(
-            "mistral", "Mistral, Ministral", json_calls.mistral, ("[TOOL_CALLS]",), True, _nine_characters
+            "deepseek_v31",
+            "DeepSeek V3.1",
+            json_calls.deepseek,
+            ("<｜tool▁sep｜>",),
+            has_special_tokens=True,
+            syntax=grammar.DEEPSEEK,
+            has_text_arguments=True,
         ),
-        ToolCallFormat("glm", "GLM-4.5 and later", keyed_calls.glm, ("<arg_key>",)),
-        ToolCallFormat("qwen_xml", "Qwen3-Coder", keyed_calls.qwen_xml, ("<function=",)),
-        ToolCallFormat("ernie", "ERNIE 4.5", json_calls.ernie, ("<tool_call>", "<response>"), syntax=TAGGED),
+        ToolCallFormat(
+            "mistral_v11",
+            "Mistral Small 3.2, Devstral, Magistral",
+            json_calls.mistral,
+            ("[TOOL_CALLS]", "[ARGS]"),
+            has_special_tokens=True,
+            make_id=_nine_characters,
+            syntax=grammar.MISTRAL_NAMED,
+        ),
+        ToolCallFormat(
+            "mistral",
+            "earlier Mistral, Ministral",
+            json_calls.mistral,
+            ("[TOOL_CALLS]",),
+            has_special_tokens=True,
+            make_id=_nine_characters,
+            syntax=grammar.MISTRAL,
+        ),
+        ToolCallFormat(
+            "glm", "GLM-4.5 and later", keyed_calls.glm, ("<arg_key>",), syntax=grammar.TAGGED_JSON
+        ),
+        ToolCallFormat(
+            "qwen_xml", "Qwen3-Coder", keyed_calls.qwen_xml, ("<function=",), syntax=grammar.TAGGED_JSON
+        ),
+        ToolCallFormat(
+            "ernie", "ERNIE 4.5", json_calls.ernie, ("<tool_call>", "<response>"), syntax=grammar.TAGGED
+        ),
         ToolCallFormat(
             "hermes",
             "Hermes, Qwen 2.5 and 3, QwQ",
             json_calls.hermes,
             ("<tool_call>",),
-            syntax=TAGGED,
+            syntax=grammar.TAGGED,
             has_system_prompt=True,
         ),
-        ToolCallFormat("pythonic", "Llama 3.2 and 4 (lists)", keyed_calls.pythonic, ("[func_name1(",), True),
         ToolCallFormat(
-            "llama3_json", "Llama 3.1, 3.2, 3.3", json_calls.llama3, ('{"name": function name',), True
+            "pythonic",
+            "Llama 3.2 and 4 (lists)",
+            keyed_calls.pythonic,
+            ("[func_name1(",),
+            has_special_tokens=True,
+        ),
+        ToolCallFormat(
+            "llama3_json",
+            "Llama 3.1, 3.2, 3.3",
+            json_calls.llama3,
+            ('{"name": function name',),
+            has_special_tokens=True,
+            syntax=grammar.LLAMA,
         ),
         ToolCallFormat("json_list", "any, under a grammar", json_calls.json_list, ("\0",)),
     )

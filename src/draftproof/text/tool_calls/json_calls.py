@@ -231,6 +231,7 @@ def kimi(reader: TextReader) -> Steps[None]:
     """Parse Kimi K2: `functions.name:0<|tool_call_argument_begin|>{…}` between markers."""
     section, call = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
     separator, closing = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    ids: set[str] = set()
     while marker := (
         yield from reader.stream_until((section, call, "<|tool_calls_section_end|>"), reader.content)
     ):
@@ -243,6 +244,7 @@ def kimi(reader: TextReader) -> Steps[None]:
         if found != separator or not name:
             reader.content(reader.raw())
             continue
-        reader.start_call(name, id)
+        reader.start_call(name, None if id in ids else id)
+        ids.add(id)
         yield from json_value(reader, reader.arguments)
         yield from reader.stream_until((closing,), _ignore)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,9 @@ class PromptParser:
         template = self.tokenizer.chat_template
         source = "" if template is None else template.source
         name = settings.tool_call_parser
-        self.tool_format = detect(source) if name is None else find_format(name)
+        found = detect(source) if name is None else find_format(name)
+        special = {self.tokenizer.token_text(i): i for i in self.tokenizer.special_ids}
+        self.tool_format = None if found is None else replace(found, special_tokens=special)
         self.reasoning = find_reasoning(llm.config.reasoning_parser, self.tokenizer, llm.limits.vocab_size)
         self.template_names = frozenset() if template is None else template.names
         for name in settings.default_chat_template_kwargs.keys() - self.template_names:

@@ -34,17 +34,19 @@ class ToolOptions:
     schemas: dict[str, dict[str, Any]]
     only_one: bool  # parallel_tool_calls: false
     structural_tag: dict[str, Any] | None  # the grammar of required, named and strict calls
+    syntax: grammar.CallSyntax  # of calls under that grammar
 
     @property
     def keeps_special_tokens(self) -> bool:
         """Whether the parser needs the special tokens in the text."""
-        return self.format.has_special_tokens and self.structural_tag is None
+        form = self.format
+        return form.has_special_tokens or form.syntax.trigger in form.special_tokens
 
     @property
     def output_format(self) -> ToolCallFormat:
         """Return the format of the output, which a grammar may change."""
-        is_listed = self.structural_tag is not None and self.format.syntax is grammar.LISTED
-        return FORMATS["json_list"] if is_listed else self.format
+        is_other = self.structural_tag is not None and self.syntax.parser
+        return FORMATS[self.syntax.parser] if is_other else self.format
 
 
 def read_tools(body: schema.ChatCompletionRequest, form: ToolCallFormat | None) -> ToolOptions | None:
@@ -71,30 +73,34 @@ def read_tools(body: schema.ChatCompletionRequest, form: ToolCallFormat | None) 
     is_strict = any(tool.function.strict for tool in used)
     only_one = body.parallel_tool_calls is False or isinstance(choice, schema.ToolChoice)
     schemas = {tool.function.name: tool.function.parameters or grammar.ANY_OBJECT for tool in tools}
-    _check_other_grammar(body)
-    tag = None
-    if is_forced or is_strict:
-        enforced = {tool.function.name: _enforced_schema(tool.function) for tool in used}
-        if is_forced:
-            tag = grammar.forced_calls(form.syntax, enforced, only_one)
-        elif form.syntax.trigger:
-            tag = grammar.optional_calls(form.syntax, enforced, only_one)
-        else:
-            text = f"tools: strict cannot be enforced with tool_choice auto in the format {form.name}"
-            raise ApiError(400, f'{text}; use tool_choice "required" or leave strict out', "tools")
-    return ToolOptions(form, schemas, only_one, tag)
+    if body.structured_outputs is not None:
+        text = "structured_outputs cannot be combined with tools: it would make calls impossible"
+        raise ApiError(400, f'{text}; send tool_choice "none" or leave one of them out', "structured_outputs")
+    answer = _answer_schema(body)
+    syntax = form.syntax
+    if answer is not None and syntax.opening:  # JSON that begins like a call could not be told from one
+        syntax = grammar.LISTED
+        if answer.get("type") != "object":
+            text = f"the schema must have the type object with tools in the format {form.name}"
+            raise ApiError(400, f"response_format: {text}", "response_format")
+    if not is_forced and not is_strict and answer is None:
+        return ToolOptions(form, schemas, only_one, None, syntax)
+    enforced = {tool.function.name: _enforced_schema(tool.function) for tool in used}
+    made = grammar.CallGrammar(syntax, enforced, only_one, form.special_tokens)
+    free = made.optional() if answer is None else made.or_json(answer)
+    return ToolOptions(form, schemas, only_one, made.required() if is_forced else free, syntax)
 
 
-def _check_other_grammar(body: schema.ChatCompletionRequest) -> None:
-    """Refuse tools beside another grammar of the output."""
+def _answer_schema(body: schema.ChatCompletionRequest) -> dict[str, Any] | None:
+    """Return the JSON schema of an answer without calls; None for free text."""
     form = body.response_format
-    for name, given in (
-        ("response_format", form is not None and not isinstance(form, schema.FreeText)),
-        ("structured_outputs", body.structured_outputs is not None),
-    ):
-        if given:
-            text = f"{name} cannot be combined with tools: it would make calls impossible"
-            raise ApiError(400, f'{text}; send tool_choice "none" or leave one of them out', name)
+    if form is None or isinstance(form, schema.FreeText):
+        return None
+    if isinstance(form, schema.AnyJson):
+        return grammar.ANY_OBJECT
+    if problem := not_enforced(form.json_schema.schema):
+        raise ApiError(400, f"response_format: the schema cannot be enforced: {problem}", "response_format")
+    return form.json_schema.schema
 
 
 def _enforced_schema(function: schema.Function) -> dict[str, Any]:
