@@ -3,8 +3,9 @@
     python bench/tool_calls.py [--cases 500] [--compared 500] [--model smollm2-135m] [--batch 16]
 
 Each case has a question, tools and a seed. The first outputs are generated three times: without drafts, with
-n-gram drafts, and with n-gram drafts beside the text of the schema; the others in the last way only. A call is valid if its arguments are JSON that
-follows the schema of its function. Steps are generated tokens minus accepted drafts.
+n-gram drafts, and with n-gram drafts beside the text of the schema; the others in the last way only. A call
+is valid if its arguments are JSON that follows the schema of its function. Steps are generated tokens minus
+accepted drafts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jsonschema
 from common.measure import finish
 
 from draftproof import LLM, SamplingParams, StructuredOutputs
-from draftproof.serve.api.generation.tool_options import with_tool_prompt
+from draftproof.serve.api.generation.tool_options import tool_messages_as_text
 from draftproof.text.grammar.draft_text import draft_parts
 from draftproof.text.tool_calls.formats import FORMATS
 from draftproof.text.tool_calls.grammar import CallGrammar
@@ -40,7 +41,9 @@ TOOLS = {
     "search_flights": closed(
         departure_airport=STRING, destination_airport=STRING, number_of_passengers=INTEGER, is_direct=BOOLEAN
     ),
-    "create_calendar_event": closed(title=STRING, start_time=STRING, attendees={"type": "array", "items": PERSON}),
+    "create_calendar_event": closed(
+        title=STRING, start_time=STRING, attendees={"type": "array", "items": PERSON}
+    ),
     "convert_currency": closed(amount={"type": "number"}, source_currency=STRING, target_currency=STRING),
     "set_thermostat": closed(room={"enum": ["kitchen", "bedroom", "office"]}, degrees=INTEGER, unit=UNIT),
 }
@@ -65,7 +68,7 @@ def cases(llm: LLM, count: int) -> list[tuple[list[int], dict[str, Any], int]]:
             for name, schema in schemas.items()
         ]
         messages = [{"role": "user", "content": QUESTIONS[seed % len(QUESTIONS)]}]
-        text = tokenizer.apply_chat_template(with_tool_prompt(messages, listed))
+        text = tokenizer.apply_chat_template(tool_messages_as_text(messages, listed))
         found.append((tokenizer.encode(text, add_special_tokens=False), schemas, seed))
     return found
 
@@ -100,7 +103,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=400)
     args = parser.parse_args()
     llm = LLM(args.model, speculative_config=NGRAM, max_num_seqs=args.batch, max_model_len=2048)
-    sides = {name: {"tokens": 0, "steps": 0, "drafted": 0, "seconds": 0.0} for name in ("plain", "ngram", "schema")}
+    sides = {
+        name: {"tokens": 0, "steps": 0, "drafted": 0, "seconds": 0.0} for name in ("plain", "ngram", "schema")
+    }
     num_valid = num_cut = num_compared = 0
     is_equal = True
     work = cases(llm, args.cases)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftproof.serve.settings import Settings
-from serving import CHAT, NGRAM, Served, make_folder, serving, tiny
+from serving import CHAT, NGRAM, Served, make_folder, serving, tiny, with_grammars
 
 PLACE = {
     "type": "object",
@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     for name, fields in changed.items():
         given = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**given, **fields}))
-    with serving(tiny(folder, NGRAM), Settings(tool_call_parser=request.param)) as running:
+    with serving(with_grammars(tiny(folder, NGRAM)), Settings(tool_call_parser=request.param)) as running:
         yield running
 
 
@@ -150,11 +150,13 @@ def test_template_without_tools_shows_calls_and_results_as_text(
     assert seen[0][2] == {"role": "user", "content": "<tool_response>\nsun\n</tool_response>"}
 
 
+NOT_ENFORCED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
-    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": TOOLS, "structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+    ({"tools": TOOLS, "response_format": NOT_ENFORCED}, "response_format"),
     ({"tools": [tool("f", {"type": "object", "not": {}}, strict=True)], "tool_choice": "required"}, "tools"),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
     ({"tools": [{"type": "function"}]}, "tools"),

@@ -17,7 +17,7 @@ import tokenizers
 import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from draftproof import LLM, AsyncLLM
+from draftproof import LLM, AsyncLLM, SamplingParams
 from draftproof.serve.http.app import create_app
 from draftproof.serve.http.server import uvicorn_config
 from draftproof.serve.settings import Settings
@@ -68,6 +68,12 @@ def make_folder(folder: Path) -> Path:
 def tiny(folder: Path, speculative_config: Any = None, **more: Any) -> LLM:
     options = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "max_num_seqs": 8, "seed": 5}
     return LLM(str(folder), speculative_config=speculative_config, **{**options, "debug": True, **more})
+
+
+def with_grammars(llm: LLM) -> LLM:
+    """Start the grammar compiler of an LLM, so that no request of a test waits for that."""
+    llm.generate("one", SamplingParams(max_tokens=1, structured_outputs={"choice": ["a"]}))
+    return llm
 
 
 class Served:

@@ -1,7 +1,7 @@
 """Text that a grammar is likely to produce, drafted where it continues the output.
 
-Keys, names and markers are the grammar's; a value is an example of its type, which the output leaves and comes
-back from. As with any draft, a wrong one costs time and changes no output.
+Keys, names and markers are the grammar's. A value is an example of its type; behind the value of the output
+the search finds the next key. As with any draft, a wrong one costs time and changes no output.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def _format_parts(part: Any) -> Parts:
     if kind in ("dispatch", "token_dispatch"):
         return [each for trigger, content in part["rules"] for each in (trigger, *_format_parts(content))]
     if kind in ("tag", None) and "begin" in part:
-        begin, end = ([each] if isinstance(each, str) else _format_parts(each) for each in (part["begin"], part["end"]))
+        begin, end = (
+            [each] if isinstance(each, str) else _format_parts(each) for each in (part["begin"], part["end"])
+        )
         return [*begin, *_format_parts(part.get("content")), *end]
     return _format_parts(part.get("elements") or part.get("tags") or part.get("content"))
 

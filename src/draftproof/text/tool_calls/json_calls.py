@@ -40,7 +40,7 @@ def _take_value(reader: TextReader) -> Steps[str]:
 def _decoded(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -49,9 +49,13 @@ def _emit_arguments(reader: TextReader) -> Steps[None]:
     if (yield from reader.skip_space()) != '"':
         yield from json_value(reader, reader.arguments)
         return
-    text = yield from _take_value(reader)
+    reader.arguments(_without_quotes((yield from _take_value(reader))))
+
+
+def _without_quotes(text: str) -> str:
+    """Return the arguments of a call whose object may be inside a string."""
     value = _decoded(text)
-    reader.arguments(value if isinstance(value, str) else text)
+    return value if isinstance(value, str) and isinstance(_decoded(value), dict) else text
 
 
 def call_object(reader: TextReader, only_known: bool = False) -> Steps[bool]:
@@ -85,8 +89,7 @@ def call_object(reader: TextReader, only_known: bool = False) -> Steps[bool]:
         else:
             text = yield from _take_value(reader)
             if key in ARGUMENT_KEYS and not buffered:
-                value = _decoded(text)
-                buffered = value if isinstance(value, str) else text
+                buffered = _without_quotes(text)
     if name is None:
         return False
     is_closed = (yield from reader.peek()) == "}"

@@ -4,36 +4,59 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 from draftproof.text.tool_calls.json_calls import CLOSE, OPEN
 from draftproof.text.tool_calls.parser import SPACE, Steps, TextReader
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 PYTHON_NAMES = {"true": True, "false": False, "null": None}  # written as in JSON by some models
 
 
 def _encode(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """Return JSON; ValueError if the value has none."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # A half of a surrogate pair cannot be encoded, so it stays an escape.
+    return text if text.isascii() or not _SURROGATE.search(text) else json.dumps(value, allow_nan=False)
 
 
-def _is_string(reader: TextReader, function: str, key: str) -> bool:
-    """Return whether the schema of an argument allows a string and nothing else."""
-    properties = reader.tools.get(function, {}).get("properties")
-    schema = properties.get(key) if isinstance(properties, dict) else None
+def _kinds(schema: Any) -> set[str]:
+    """Return the types that a schema allows; empty if it does not restrict them."""
     if not isinstance(schema, dict):
-        return False
-    values = schema.get("enum")
-    is_list_of_strings = isinstance(values, list) and all(isinstance(value, str) for value in values)
-    return schema.get("type") == "string" or (bool(values) and is_list_of_strings)
+        return set()
+    parts = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
+    kind = schema.get("type")
+    found = {kind} if isinstance(kind, str) else set(kind or ())
+    return found.union(*map(_kinds, parts), map(_kind, values))
 
 
-def _from_text(text: str) -> str:
+def _kind(value: Any) -> str:
+    """Return the JSON type of a value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    names = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
+    return names[type(value)]
+
+
+def _allowed(reader: TextReader, function: str, key: str) -> set[str]:
+    """Return the types that the schema of an argument allows; empty if it does not restrict them."""
+    properties = reader.tools.get(function, {}).get("properties")
+    return _kinds(properties.get(key)) if isinstance(properties, dict) else set()
+
+
+def _from_text(text: str, allowed: set[str]) -> str:
     """Return the JSON of a value that a model wrote without a type."""
     try:
-        return _encode(json.loads(text))
-    except ValueError:
-        return _from_python(text)
+        value = json.loads(text)
+        is_number = isinstance(value, int) and "number" in allowed
+        if "string" in allowed and _kind(value) not in allowed and not is_number:
+            return _encode(text)
+        return _encode(value)
+    except (ValueError, RecursionError):
+        return _encode(text) if "string" in allowed else _from_python(text)
 
 
 def _from_python(text: str) -> str:
@@ -77,9 +100,10 @@ def _tagged_value(
     reader: TextReader, function: str, key: str, closing: str, trim: Callable[[str], str]
 ) -> Steps[str]:
     """Emit the value up to a closing tag, a string as it arrives; return the tag, "" at the end."""
-    if not _is_string(reader, function, key):
+    allowed = _allowed(reader, function, key)
+    if allowed != {"string"}:
         text, found = yield from reader.take_until((closing,))
-        reader.arguments(_from_text(trim(text)))
+        reader.arguments(_from_text(trim(text), allowed))
         return found
     reader.arguments('"')
     held = ""  # a newline that may be the last character of the value
@@ -138,12 +162,14 @@ def glm(reader: TextReader) -> Steps[None]:
 
 
 def qwen_xml(reader: TextReader) -> Steps[None]:
-    """Parse Qwen3-Coder: `<function=name>` with `<parameter=key>` inside, in `<tool_call>`."""
-    while (yield from reader.stream_until((OPEN,), reader.content)):
-        reader.mark(len(OPEN))
-        yield from reader.skip_space()
+    """Parse Qwen3-Coder: `<function=name>` with `<parameter=key>` inside, mostly in `<tool_call>`."""
+    begin = "<function="
+    while opening := (yield from reader.stream_until((OPEN, begin), reader.content)):
+        reader.mark(len(opening))
         name, found = "", ""
-        if (yield from reader.starts_with("<function=")):
+        if opening == OPEN:
+            yield from reader.skip_space()
+        if opening == begin or (yield from reader.starts_with(begin)):
             name, found = yield from reader.take_until((">",))
         name = name.strip(SPACE + "\"'")
         if not name or not found:
@@ -163,7 +189,7 @@ def qwen_xml(reader: TextReader) -> Steps[None]:
                 _, marker = yield from reader.take_until(ends)
         if marker:
             arguments.close()
-        if marker == "</function>":
+        if marker == "</function>" and opening == OPEN:
             yield from reader.stream_until((CLOSE,), lambda _: None)
 
 
