@@ -209,10 +209,9 @@ def test_earlier_reasoning_and_thinking_switches_reach_the_template(served: Serv
     sent = [plain[0], {"role": "assistant", "content": blocks}, plain[2]]
     body = {"messages": sent, "max_tokens": 1, "return_token_ids": True}
     assert served.post("/v1/messages", body).json()["prompt_token_ids"] == want
-    chat["chat_template_kwargs"] = {"enable_thinking": False, "reasoning_effort": "none"}
+    chat["chat_template_kwargs"] = {"enable_thinking": False}
     off = served.post("/v1/chat/completions", chat).json()["prompt_token_ids"]
     body["thinking"] = {"type": "disabled"}
-    body["chat_template_kwargs"] = {"enable_thinking": False}
     assert served.post("/v1/messages", body).json()["prompt_token_ids"] == off != want
     missing = served.post("/v1/messages", {**body, "thinking": {"type": "enabled"}})
     assert missing.status_code == 400 and missing.json()["error"]["param"] == "thinking.budget_tokens"

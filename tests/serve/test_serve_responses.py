@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from draftproof.cli.serve import add_options, read_settings
 from draftproof.errors import ConfigError
 from draftproof.serve.api.generation.request_schema import Message
 from draftproof.serve.api.responses import input_items
@@ -250,6 +252,15 @@ def test_store_is_bounded_by_entries_and_bytes() -> None:
     assert store._num_bytes["key"] == 0
     with pytest.raises(ConfigError, match="max_stored_bytes"):
         Settings(max_stored_bytes=-1)
+
+
+def test_several_processes_have_no_store() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    for given, stored in (([], 1000), (["--max-stored-responses", "5"], 5), (["--server-processes", "2"], 0)):
+        assert read_settings(parser.parse_args(given)).max_stored_responses == stored
+    with pytest.raises(ConfigError, match="--server-processes 1"):
+        read_settings(parser.parse_args(["--server-processes", "2", "--max-stored-responses", "5"]))
 
 
 def test_server_without_a_store_refuses_with_advice(folder: Path) -> None:

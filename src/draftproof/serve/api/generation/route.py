@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from draftproof.outputs import LogprobRow, RequestOutput, TokenEvent
@@ -95,10 +95,10 @@ class ChatRoute(GenerationRoute):
         return ChatBuilder(*args)
 
 
-def renamed(error: ApiError, names: dict[str, str]) -> ApiError:
-    """Return an error of a chat request with the names of another API's options."""
+def renamed(error: ApiError, names: dict[str, str], own: Collection[str]) -> ApiError:
+    """Return an error of a chat request with the names of another API's options; `own`: as they are."""
     param = error.param or ""
-    if error.code in ("unknown_option", "unsupported_option"):  # the name is that of the body
+    if error.code == "unknown_option" or param in own:
         return error
     for name, other in names.items():
         if param == name or param.startswith((f"{name}[", f"{name}.")):

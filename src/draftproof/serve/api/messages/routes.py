@@ -42,7 +42,7 @@ class MessagesRoute(GenerationRoute):
 
     def request(self, body: Any, record: RequestRecord) -> ChatCompletionRequest:
         """Return the chat request of a body."""
-        return chat_request(body, self._prompts.template_names)
+        return chat_request(body, self._prompts)
 
     def builder(self, body: Any, record: RequestRecord, *args: Any) -> MessageBuilder:
         """Return the builder of the message."""
@@ -54,7 +54,7 @@ class MessagesRoute(GenerationRoute):
 
     def error(self, error: ApiError) -> ApiError:
         """Return an error in Anthropic's form."""
-        return in_form_of(MESSAGES_PATH, renamed(error, _NAMES))
+        return in_form_of(MESSAGES_PATH, renamed(error, _NAMES, MessagesRequest.unsupported))
 
 
 class TokenCounter:
@@ -69,5 +69,5 @@ class TokenCounter:
             body = await read_json(scope, receive, self._settings, CountTokensRequest)
             self._completions.check_model(body.model)
             prompts = self._completions.prompts
-            ids = await prompts.conversation(chat_request(body, prompts.template_names))
+            ids = await prompts.conversation(chat_request(body, prompts))
             await send_json(send, schema.TokenCount(input_tokens=len(ids)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from draftproof.serve.api.generation import request_schema as chat
-from draftproof.serve.api.generation.prompt_parser import THINKING_SWITCHES
+from draftproof.serve.api.generation.prompt_parser import THINKING_SWITCHES, PromptParser
 from draftproof.serve.api.messages import request_schema as schema
 from draftproof.serve.http.errors import ApiError
 
@@ -15,10 +15,8 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 ERROR_MARK = "Error: "  # before the result of a call that failed; chat messages have no field for it
 
 
-def chat_request(
-    body: schema.CountTokensRequest, template_names: Collection[str]
-) -> chat.ChatCompletionRequest:
-    """Return the chat request of a body. `template_names`: names that the chat template reads."""
+def chat_request(body: schema.CountTokensRequest, prompts: PromptParser) -> chat.ChatCompletionRequest:
+    """Return the chat request of a body for the model of `prompts`."""
     messages = chat_messages(body)
     choice, parallel = _tool_choice(body.tool_choice)
     is_prefilled = messages[-1].role == "assistant"
@@ -31,7 +29,7 @@ def chat_request(
         if body.metadata is not None and body.metadata.user_id is not None:
             fields["user"] = body.metadata.user_id[:256]
     return chat.ChatCompletionRequest(
-        **{**fields, **_reasoning(body, template_names)},
+        **{**fields, **_reasoning(body, prompts)},
         messages=messages,
         tools=[_tool(tool) for tool in body.tools or ()] or None,
         tool_choice=choice,
@@ -148,20 +146,22 @@ def _response_format(config: schema.OutputConfig | None) -> Any:
     return chat.SchemaJson(json_schema=chat.JsonSchema(schema=config.format.schema))
 
 
-def _reasoning(body: schema.CountTokensRequest, template_names: Collection[str]) -> dict[str, Any]:
+def _reasoning(body: schema.CountTokensRequest, prompts: PromptParser) -> dict[str, Any]:
     """Return the options of the reasoning."""
-    names, thinking = dict(body.chat_template_kwargs or {}), body.thinking
-    fields: dict[str, Any] = {}
-    if body.output_config is not None and body.output_config.effort is not None:
-        fields["reasoning_effort"] = body.output_config.effort
-    if thinking is not None and thinking.type == "disabled":
-        fields["reasoning_effort"] = "none"
+    thinking, effort = body.thinking, None if body.output_config is None else body.output_config.effort
+    names = dict(body.chat_template_kwargs or {})
+    fields: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    switches = [name for name in THINKING_SWITCHES if name in prompts.template_names]
     if thinking is not None and thinking.type == "enabled":
         if thinking.budget_tokens is None:
             name = "thinking.budget_tokens"
             raise ApiError(400, f"{name} is missing", name, "missing_option")
         fields["thinking_token_budget"] = thinking.budget_tokens
-        names = {name: True for name in THINKING_SWITCHES if name in template_names} | names
+        names = dict.fromkeys(switches, True) | names
+    elif thinking is not None and thinking.type == "disabled":
+        names = dict.fromkeys(switches, False) | names
+        if not switches and prompts.reasoning is not None:
+            fields["thinking_token_budget"] = 0
     if thinking is not None and thinking.display == "omitted":
         fields["include_reasoning"] = False
     return {**fields, "chat_template_kwargs": names or None}

@@ -61,7 +61,7 @@ class ResponsesRoute(GenerationRoute):
 
     def error(self, error: ApiError) -> ApiError:
         """Return an error with the names of this route."""
-        return renamed(error, _NAMES)
+        return renamed(error, _NAMES, ResponseRequest.unsupported)
 
 
 class StoredResponses:
