@@ -98,7 +98,7 @@ class ChatRoute(GenerationRoute):
 def renamed(error: ApiError, names: dict[str, str], own: Collection[str]) -> ApiError:
     """Return an error of a chat request with the names of another API's options; `own`: as they are."""
     param = error.param or ""
-    if error.code == "unknown_option" or param in own:
+    if error.code == "unknown_option" or (error.code == "unsupported_option" and param in own):
         return error
     for name, other in names.items():
         if param == name or param.startswith((f"{name}[", f"{name}.")):
