@@ -17,10 +17,10 @@ from typing import Any
 
 import jsonschema
 from common.measure import finish
+from common.schema_text import draft_parts
 
 from draftproof import LLM, SamplingParams, StructuredOutputs
 from draftproof.serve.api.generation.tool_options import tool_messages_as_text
-from draftproof.text.grammar.draft_text import draft_parts
 from draftproof.text.tool_calls.formats import FORMATS
 from draftproof.text.tool_calls.grammar import CallGrammar
 
