@@ -54,6 +54,18 @@ def run_client(name: str, url: str, options: argparse.Namespace) -> dict[str, An
     return {"passed": bool(checks) and done.returncode == 0, "packages": packages, "checks": checks}
 
 
+def keep(name: str, result: dict[str, Any], folder: Path) -> bool:
+    """Print a result, write it beside those of the other clients and return whether it passed."""
+    print(name, json.dumps(result), flush=True)
+    path = folder / "cpu.json"
+    clients = json.loads(path.read_text())["clients"] if path.exists() else {}
+    clients[name] = {"commit": commit(), **result}
+    path.write_text(
+        json.dumps({"bench": "clients", "hardware": hardware(), "clients": clients}, indent=1) + "\n"
+    )
+    return bool(result["passed"])
+
+
 def main() -> None:
     """Run the chosen clients and tools."""
     parser = argparse.ArgumentParser(
@@ -72,26 +84,19 @@ def main() -> None:
     options.results.mkdir(parents=True, exist_ok=True)
     clients = [name for name in options.only if name not in TOOLS]
     tools = [name for name in options.only if name in TOOLS]
-    found: dict[str, Any] = {}
+    passed = []
     with ExitStack() as stack:
         url = options.url
-        if (
-            clients and url is None
-        ):  # the format of calls is named: the template of the default model has none
+        if clients and url is None:
+            # the template of the default model has no tools, so that no format of calls is detected
             url = stack.enter_context(served(options.model, "--tool-call-parser", "hermes")).url
         for name in clients:
-            found[name] = run_client(name, url, options)
-            print(name, json.dumps(found[name]), flush=True)
+            passed.append(keep(name, run_client(name, url, options), options.results))
     for name in tools:
         version = {"packages": dict([TOOLS[name][0].split("==")])}
-        found[name] = version | run_tool(name, options, python_environment(options.environments, name))
-        print(name, json.dumps(found[name]), flush=True)
-    path = options.results / "cpu.json"
-    earlier = json.loads(path.read_text())["clients"] if path.exists() else {}
-    stamped = {name: {"commit": commit(), **each} for name, each in found.items()}
-    document = {"bench": "clients", "hardware": hardware(), "clients": {**earlier, **stamped}}
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    sys.exit(not all(each["passed"] for each in found.values()))
+        result = run_tool(name, options, python_environment(options.environments, name))
+        passed.append(keep(name, version | result, options.results))
+    sys.exit(not all(passed))
 
 
 if __name__ == "__main__":
