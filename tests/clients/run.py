@@ -3,7 +3,7 @@
     python tests/clients/run.py [--only openai langchain ...] [--url URL] [--environments FOLDER]
 
 Every client has an environment of its own under FOLDER, which is made if it is missing. Its output is written
-to bench/results/clients/NAME.txt, and the results of this run are merged into bench/results/clients/cpu.json.
+to bench/results/clients/NAME.txt, and the results of this run are merged into bench/results/clients/cpu.json. With --url the commit in it is that of the scripts.
 """
 
 from __future__ import annotations
@@ -59,10 +59,8 @@ def keep(name: str, result: dict[str, Any], folder: Path) -> bool:
     print(name, json.dumps(result), flush=True)
     path = folder / "cpu.json"
     clients = json.loads(path.read_text())["clients"] if path.exists() else {}
-    clients[name] = {"commit": commit(), **result}
-    path.write_text(
-        json.dumps({"bench": "clients", "hardware": hardware(), "clients": clients}, indent=1) + "\n"
-    )
+    clients[name] = {"commit": commit(), "hardware": hardware(), **result}
+    path.write_text(json.dumps({"bench": "clients", "clients": clients}, indent=1) + "\n")
     return bool(result["passed"])
 
 
