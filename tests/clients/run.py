@@ -3,7 +3,8 @@
     python tests/clients/run.py [--only openai langchain ...] [--url URL] [--environments FOLDER]
 
 Every client has an environment of its own under FOLDER, which is made if it is missing. Its output is written
-to bench/results/clients/NAME.txt, and the results of this run are merged into bench/results/clients/cpu.json. With --url the commit in it is that of the scripts.
+to bench/results/clients/NAME.txt, and the results of this run are merged into bench/results/clients/cpu.json.
+With --url the commit in it is that of the scripts.
 """
 
 from __future__ import annotations
