@@ -120,7 +120,9 @@ def test_control_masks_that_ignore_drafts_are_detected(
     proposers.set_answers({name: record.token_ids for name, record in plain.items()})
     whole = GrammarGuide.fill
 
-    def broken(self: GrammarGuide, drafts: Sequence[int], rows: torch.Tensor) -> dict[int, str]:
+    def broken(
+        self: GrammarGuide, drafts: Sequence[int], rows: torch.Tensor, *limit: float
+    ) -> dict[int, str]:
         errors = whole(self, [], rows[:1])
         rows[1:] = rows[0]
         return errors

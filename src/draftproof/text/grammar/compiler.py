@@ -28,6 +28,7 @@ from draftproof.text.grammar.json_schema_check import not_enforced
 from draftproof.text.grammar.process import GrammarProcess
 from draftproof.text.grammar.reasoning import ReasoningEnd
 from draftproof.text.grammar.regex_dialect import to_compiler_dialect
+from draftproof.text.grammar.string_patterns import rewrite_strings
 from draftproof.text.reasoning.budget import ThinkingBudget
 from draftproof.text.reasoning.section import Reasoning, ReasoningSection, end_marker_ids
 from draftproof.text.tokenizer import Tokenizer
@@ -221,11 +222,12 @@ def _job(outputs: StructuredOutputs) -> tuple[str, str, dict[str, Any]]:
             raise RequestError(f"structured_outputs: json cannot be used: {problem}", PARAM)
         any_whitespace = not outputs.disable_any_whitespace
         whitespace = {"any_whitespace": any_whitespace, "max_whitespace_cnt": outputs.max_whitespace}
-        return kind, source if kind == "json" else "", whitespace
+        return kind, rewrite_strings(source) if kind == "json" else "", whitespace
     if kind == "structural_tag":
         for schema in schemas_of_tag(source):
             if problem := not_enforced(schema):
                 raise RequestError(f"structured_outputs: structural_tag cannot be used: {problem}", PARAM)
+        return kind, rewrite_strings(source, is_tag=True), {}
     if kind == "choice":
         return "grammar", "root ::= " + " | ".join(map(_literal, source)), {}
     return kind, to_compiler_dialect(source) if kind == "regex" else source, {}

@@ -35,9 +35,16 @@ _IMPLIED = (
 _ASSERTS = {"type", *_NUMBER, *_STRING, *_ARRAY, *_OBJECT}
 # other keywords beside one of these are ignored
 _EXCLUSIVE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_ONE = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames")
-_SEVERAL = ("prefixItems", "anyOf", "oneOf", "allOf")
+# keywords whose value has schemas by name, is one, or is a list of them
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+SCHEMA_VALUES = (
+    "items",
+    "additionalProperties",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "propertyNames",
+)
+SCHEMA_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -65,14 +72,14 @@ def _problems(schema: Any, where: str, depth: int) -> Iterator[str]:
         yield f"{where}: a schema is an object, not {type(schema).__name__}"
         return
     yield from (f"{where}: {text}" for text in _schema_problems(schema))
-    for key in _BY_NAME:
+    for key in SCHEMA_MAPS:
         if isinstance(schema.get(key), dict):
             for name, part in schema[key].items():
                 yield from _problems(part, f"{where}/{key}/{name}", depth + 1)
-    for key in _ONE:
+    for key in SCHEMA_VALUES:
         if key in schema:
             yield from _problems(schema[key], f"{where}/{key}", depth + 1)
-    for key in _SEVERAL:
+    for key in SCHEMA_LISTS:
         if isinstance(schema.get(key), list):
             for number, part in enumerate(schema[key]):
                 yield from _problems(part, f"{where}/{key}/{number}", depth + 1)
