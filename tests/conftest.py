@@ -13,20 +13,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # programs that tests start use one thr
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Test files that take longest, in order: xdist workers that share the files then finish together.
 LONGEST_FILES = (
-    "exact",
-    "transformers_smollm2",
-    "ops_step",
-    "ops_triton",
-    "exact_smollm2",
-    "grammar_json",
-    "serve_command",
-    "examples",
-    "grammar_text",
-    "supervisor",
-    "soak",
+    *("examples", "exact", "ops_triton", "transformers_smollm2", "grammar_json", "exact_smollm2", "ops_step"),
+    *("train", "bits", "cli", "distribution", "grammar_text", "sampling", "train_command", "supervisor"),
+    *("llm", "serve_command"),
 )
 # Files of tests that take more than a few seconds each; `make test-fast` leaves them out.
-SLOW_FILES = frozenset(LONGEST_FILES)
+SLOW_FILES = frozenset(LONGEST_FILES) | {
+    *("forward", "endings_text", "output_table", "compiling", "serve_tool_formats", "remote_engine", "soak"),
+    *("serve_hardening", "serve_schema", "serve_mixed", "grammar_masks", "deep_queue", "structural_tag"),
+    *("serve_tools", "async_llm", "chat_terminal"),
+}
 # Fixtures and files that need the default model, which is downloaded.
 NETWORK_FIXTURES = frozenset({"smollm2", "smollm2_path"})
 NETWORK_FILES = frozenset({"examples", "exact_smollm2", "transformers_smollm2", "serve_smollm2", "shipped"})

@@ -142,3 +142,4 @@ def on_terminal(*arguments: str, **variables: str) -> Iterator[Terminal]:
 def _own_terminal() -> None:
     """Make the terminal that of the new session, so that Ctrl-C sends a signal."""
     ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell ignores it for commands in the background

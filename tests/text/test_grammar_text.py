@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "regex look-ahead": ({"regex": "(?=a)b"}, "Lookahead is not supported"),
     "regex back-reference": ({"regex": r"(a)\1"}, "Backreference"),
     "pattern look-ahead": ({"json": {"type": "string", "pattern": "(?=a)b"}}, "Lookahead"),
-    "pattern and length": ({"json": {"type": "string", "pattern": "a+", "maxLength": 3}}, "ignoring"),
+    "pattern and length": ({"json": {"type": "string", "pattern": "a+b+", "maxLength": 3}}, "ignoring"),
     "type": ({"json": {"type": "foo"}}, 'Unsupported type "foo"'),
     "range": ({"json": {"type": "integer", "minimum": 5, "maximum": 1}}, "minimum greater than maximum"),
     "reference": ({"json": {"$ref": "#/$defs/a"}}, "Cannot find"),
