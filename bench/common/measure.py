@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llvmlite import binding
 
 # shows the progress of a start without a terminal
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -69,7 +70,7 @@ def python_us() -> float:
 
 def hardware() -> dict[str, Any]:
     """Return the names of the processors and the version of torch."""
-    cpu = platform.processor() or "unknown"
+    cpu = platform.processor() or binding.get_host_cpu_name()
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
