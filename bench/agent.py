@@ -1,6 +1,7 @@
 """Copy-heavy agent traffic on this CPU at batch 1; the last line of stdout is JSON.
 
     python bench/agent.py [--tasks edit:96,conversation:96] [--window 96] [--model smollm2-135m] [-k 12]
+                          [--quantization gguf]
 
 Tasks (`common/agent_traffic.py`): `edit`, a 300-line file read through one tool call (result as JSON) and
 written with five changes through another; `edit_text_result`, where the result of the first call is text, so
@@ -70,9 +71,11 @@ class Forced:
 class Side:
     """Engine of one side and its output of the turn that runs."""
 
-    def __init__(self, name: str, model: str, k: int) -> None:
+    def __init__(self, name: str, model: str, k: int, quantization: str) -> None:
         self.name = name
-        self.llm = LLM(model, max_num_seqs=1, speculative_config=speculation(name, k))
+        self.llm = LLM(
+            model, max_num_seqs=1, speculative_config=speculation(name, k), quantization=quantization
+        )
         self.tokens: list[int] = []
         self.logprobs: list[Any] = []
 
@@ -138,11 +141,13 @@ def main() -> None:
     parser.add_argument(
         "--tasks", default="edit:96,conversation:96", help="NAME:STRIDE of " + ", ".join(TASKS)
     )
+    parser.add_argument("--quantization", default="none", help="option of the engines, such as gguf")
     parser.add_argument("--sides", default="ngram,suffix,hybrid")
     parser.add_argument("--window", type=int, default=96, help="tokens between changes of the side")
     parser.add_argument("-k", type=int, default=12, help="most drafts of a step")
     options = parser.parse_args()
-    sides = [Side(name, options.model, options.k) for name in (PLAIN, *options.sides.split(","))]
+    names = (PLAIN, *options.sides.split(","))
+    sides = [Side(name, options.model, options.k, options.quantization) for name in names]
     begin, others = time.perf_counter(), others_seconds()
     tasks = {}
     for name, _, stride in (task.partition(":") for task in options.tasks.split(",")):
@@ -154,6 +159,7 @@ def main() -> None:
             "model": options.model,
             "dtype": str(sides[0].llm.config.dtype),
             "batch": 1,
+            "quantization": options.quantization,
             "k": options.k,
             "window": options.window,
             "other_processes_cpus": round((others_seconds() - others) / seconds, 2),
