@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # a process that serves text needs no torch
 
 
 PoolingType = Literal["last", "mean"]  # of the hidden rows of a prompt, after the last norm
+OPEN_WORD = -1  # a word of a grammar mask with every bit set
 
 
 class GrammarState(Protocol):

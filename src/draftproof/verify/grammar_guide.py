@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from draftproof.errors import GRAMMAR_TOO_SLOW
-from draftproof.types import Grammar, GrammarState
+from draftproof.types import OPEN_WORD, Grammar, GrammarState
 
-OPEN_WORD = -1  # a word of a mask with every bit set
 ROW_SECONDS = 0.005  # CPU time of a row's mask that is not charged; ordinary grammars need 0.1 to 0.5 ms
 
 

@@ -12,9 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from draftproof.text.reasoning.section import Phase, ReasoningSection, SectionState
-from draftproof.types import Grammar, GrammarState
-
-OPEN_WORD = -1  # a word of a mask with every bit set
+from draftproof.types import OPEN_WORD, Grammar, GrammarState
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from draftproof.ops.cpu.gemm.block_dot import BLOCK, BlockLayout, panel_blocks
 from draftproof.ops.cpu.gemm.byte_dot import COLUMNS, MAX_ROWS, has_dot_product
+from draftproof.ops.cpu.gemm.fma import ROW_CHUNK, finish, unit_rows
 from draftproof.ops.cpu.gemm.weight_format import PackedWeight, QuantizedFormat
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import Kernel, kernel, load_i64, share, store_f32
 
 INT8_MAX = 127
-ROW_CHUNK = 128  # rows per unit of work
 _ZERO = np.float32(0.0)
 
 
@@ -104,9 +104,7 @@ def make_linear(layout: BlockLayout, out_bf16: bool, dot_product: bool) -> Kerne
         chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
         begin, end = share(panels * chunks, thread, threads)
         for unit in range(begin, end):
-            panel = unit // chunks
-            first = (unit - panel * chunks) * ROW_CHUNK
-            last = min(first + ROW_CHUNK, rows)
+            panel, first, last = unit_rows(unit, chunks, rows)
             w = weight + panel * blocks * block_bytes
             for row in range(first, last, MAX_ROWS):
                 count = min(MAX_ROWS, last - row)
@@ -116,14 +114,8 @@ def make_linear(layout: BlockLayout, out_bf16: bool, dot_product: bool) -> Kerne
                 else:
                     two(a, depth, f, stride, w, scratch, 4 * COLUMNS, blocks)
                 for i in range(count):
-                    for j in range(0, COLUMNS, 16):
-                        column = panel * COLUMNS + j
-                        n = columns - column
-                        if n > 0:
-                            y = v.load(scratch + 4 * (i * COLUMNS + j))
-                            if bias != 0:
-                                y = v.add(y, v.tload(bias, column, n, False))
-                            v.tstore(out, (row + i) * columns + column, y, n, out_bf16)
+                    line, column = scratch + 4 * i * COLUMNS, panel * COLUMNS
+                    finish(line, out, bias, row + i, column, columns, COLUMNS, False, out_bf16)
 
     return linear_blocks
 

@@ -5,6 +5,7 @@ The sums are integers, so their order and the instructions that compute them do 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from llvmlite import binding, ir
@@ -22,6 +23,7 @@ PREFETCH_BYTES = 2048  # ahead in B
 DOT_PRODUCT_CPUS = ("neoverse-", "apple-m", "ampere1", "cortex-a76", "cortex-a78", "cortex-x")
 
 
+@cache
 def has_dot_product() -> bool:
     """Return whether this machine has the NEON instruction for four products of bytes."""
     if not binding.get_default_triple().startswith(("aarch64", "arm64")):

@@ -31,6 +31,14 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 
 @device
+def unit_rows(unit: int, chunks: int, rows: int) -> tuple[int, int, int]:
+    """Return the panel of a unit of work, and its rows [first, last)."""
+    panel = unit // chunks
+    first = (unit - panel * chunks) * ROW_CHUNK
+    return panel, first, min(first + ROW_CHUNK, rows)
+
+
+@device
 def finish(
     c: int, out: int, bias: int, row: int, column: int, columns: int, width: int, bf16: bool, out_bf16: bool
 ) -> None:
@@ -57,9 +65,7 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
         chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
         begin, end = share(panels * chunks, thread, threads)
         for unit in range(begin, end):
-            panel = unit // chunks
-            first = (unit - panel * chunks) * ROW_CHUNK
-            last = min(first + ROW_CHUNK, rows)
+            panel, first, last = unit_rows(unit, chunks, rows)
             w = weight + panel * depth * COLUMNS * size
             for row in range(first, last, block):
                 count = min(block, last - row)

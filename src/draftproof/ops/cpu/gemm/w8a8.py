@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.cpu.gemm.byte_dot import COLUMNS, GROUP, MAX_ROWS, STEP_BYTES, has_dot_product, make_panel
+from draftproof.ops.cpu.gemm.fma import ROW_CHUNK, finish, unit_rows
 from draftproof.ops.cpu.gemm.weight_format import PackedWeight, QuantizedFormat
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import Kernel, kernel, load_f32, load_i64, share, store_f32
 
 INT8_MAX = 127
 DEPTH_PADDING = 16  # int8 rows of x are padded with zeros to a whole vector
-ROW_CHUNK = 128  # rows per unit of work
 _ZERO = np.float32(0.0)
 
 
@@ -77,24 +77,19 @@ def make_linear(out_bf16: bool, dot_product: bool) -> Kernel:
         chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
         begin, end = share(panels * chunks, thread, threads)
         for unit in range(begin, end):
-            panel = unit // chunks
-            first = (unit - panel * chunks) * ROW_CHUNK
-            last = min(first + ROW_CHUNK, rows)
+            panel, first, last = unit_rows(unit, chunks, rows)
             w = weight + panel * steps * STEP_BYTES
             for row in range(first, last, MAX_ROWS):
                 count = min(MAX_ROWS, last - row)
                 panel_dot(count, x + row * padded, padded, w, scratch, 4 * COLUMNS, steps)
                 for i in range(count):
                     scale = v.splat(load_f32(row_scales + 4 * (row + i)))
-                    for j in range(0, COLUMNS, 16):
-                        column = panel * COLUMNS + j
-                        n = columns - column
-                        if n > 0:
-                            y = v.to_float(v.iload(scratch + 4 * (i * COLUMNS + j)))
-                            y = v.mul(v.mul(y, v.tload(scales, column, n, False)), scale)
-                            if bias != 0:
-                                y = v.add(y, v.tload(bias, column, n, False))
-                            v.tstore(out, (row + i) * columns + column, y, n, out_bf16)
+                    line, column = scratch + 4 * i * COLUMNS, panel * COLUMNS
+                    for j in range(0, min(COLUMNS, columns - column), 16):
+                        column_scales = v.tload(scales, column + j, columns - column - j, False)
+                        y = v.mul(v.to_float(v.iload(line + 4 * j)), column_scales)
+                        v.store(line + 4 * j, v.mul(y, scale))
+                    finish(line, out, bias, row + i, column, columns, COLUMNS, False, out_bf16)
 
     return linear_w8a8
 
