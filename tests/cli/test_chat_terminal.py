@@ -55,15 +55,13 @@ def test_conversation_on_a_terminal(tmp_path: Path) -> None:
         terminal.send('two"""\r')
         terminal.expect("\x1b[2mHmm.")  # reasoning is dimmed
         terminal.expect("Partial")
-        terminal.interrupt()  # stops the reply, not the program
-        terminal.expect("> ")
+        terminal.expect("> ", interrupt=True)  # stops the reply, not the program
         terminal.send("wrong\\\r")
         terminal.expect(". ")
         terminal.send("thing\r")
         terminal.expect("error: no such thing")
         terminal.expect("> ")
-        terminal.interrupt()
-        terminal.expect("/exit or Ctrl-D exits.")
+        terminal.expect("/exit or Ctrl-D exits.", interrupt=True)
         terminal.expect("> ")
         terminal.send("/set temperature 0.7\r")
         terminal.expect("temperature 0.7\n")

@@ -434,7 +434,9 @@ def test_metrics_count_tokens_drafts_and_requests(served: Served) -> None:
     prompt = "one two three one two three one two three"
     body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
     stats = served.post("/v1/completions", body).json()["metrics"]["speculative_decoding"]
-    list(served.complete(PROMPT, max_tokens=5, stream=True))
+    options = {"max_tokens": 40, "stream": True, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
+    choices = [chunk.choices[0] for chunk in served.complete(PROMPT, **options) if chunk.choices]
+    in_chunks = [len(ids) for choice in choices if (ids := getattr(choice, "token_ids", None))]
     after = read()
 
     def more(name: str, label: str = "") -> float:
@@ -447,8 +449,9 @@ def test_metrics_count_tokens_drafts_and_requests(served: Served) -> None:
     assert more(f"{spec}accepted_tokens_total") >= stats["num_accepted_draft_tokens"]
     by_position = sum(more(f"{spec}accepted_tokens_per_pos_total", f',position="{i}"') for i in range(4))
     assert by_position == more(f"{spec}accepted_tokens_total")
-    assert more("generation_tokens_total") == 35 and more("prompt_tokens_total") > 0
-    assert more("time_to_first_token_seconds_count") == 1 and more("inter_token_latency_seconds_count") >= 1
+    assert more("generation_tokens_total") == 70 and more("prompt_tokens_total") > 0
+    assert more("time_to_first_token_seconds_count") == 1 and sum(in_chunks) == 40
+    assert more("inter_token_latency_seconds_count") == 40 - in_chunks[0]
     assert more("http_requests_total", ',path="/v1/completions",status="200"') == 2
     assert not any(name.startswith("vllm:") for name in after)
     for name in ("num_requests_running", "num_requests_waiting", "kv_pages", "kv_pages_used"):

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from fcntl import ioctl
 
 TIMEOUT_SECONDS = 120  # reached by a test that hangs only
+INTERRUPT_INTERVAL_SECONDS = 10
 _SEQUENCE = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b\]8;[^\x1b\x07]*(?:\x1b\\|\x07)|\x1b[()=>][0-9A-B]?")
 
 
@@ -77,11 +78,20 @@ class Terminal:
     def __init__(self, process: subprocess.Popen[bytes], fd: int) -> None:
         self.process, self._fd, self.raw, self._seen = process, fd, "", 0
 
-    def expect(self, text: str) -> str:
-        """Wait until the program writes `text`; return the output since the last call."""
-        until = time.monotonic() + TIMEOUT_SECONDS
+    def expect(self, text: str, *, interrupt: bool = False) -> str:
+        """Wait until the program writes `text`; return the output since the last call.
+
+        With `interrupt` the wait begins with Ctrl-C. Python loses a signal that arrives just before it
+        waits for input, so Ctrl-C is repeated until the text appears.
+        """
+        start = time.monotonic()
+        num_interrupts = 0
         while (at := self.raw.find(text, self._seen)) < 0:
-            assert time.monotonic() < until, f"no {text!r} in {self.raw[self._seen :]!r}"
+            waited = time.monotonic() - start
+            assert waited < TIMEOUT_SECONDS, f"no {text!r} in {self.raw[self._seen :]!r}"
+            if interrupt and waited >= num_interrupts * INTERRUPT_INTERVAL_SECONDS:
+                self.send("\x03")
+                num_interrupts += 1
             if select.select([self._fd], [], [], 1.0)[0]:
                 try:
                     data = os.read(self._fd, 65536)
@@ -95,9 +105,6 @@ class Terminal:
 
     def send(self, text: str) -> None:
         os.write(self._fd, text.encode())
-
-    def interrupt(self) -> None:
-        self.send("\x03")
 
     def wait(self) -> int:
         """Read to the end and return the exit status."""
