@@ -45,10 +45,11 @@ class EngineConfig:
     )
     quantization: str = option(
         "none",
-        "arithmetic of linear layers. Made on load: `int8` (weights per output channel, activations per "
-        "token), `int4` (groups of 32, activations in int8 per group). `gguf`: the blocks of a GGUF file. "
-        "`int4` and `gguf` need the backend `cpu`, `torch` or `reference`",
-        choices=("none", "int8", "int4", "gguf"),
+        "arithmetic of linear layers. Made on load: `int8`, `fp8` (weights per output channel, activations "
+        "per token), `int4` (CPU: groups of 32, activations in int8 per group; GPU: groups of 128, "
+        "activations in bf16). `gguf`: the blocks of a GGUF file, with the backend `cpu`, `torch` or "
+        "`reference`",
+        choices=("none", "int8", "fp8", "int4", "gguf"),
     )
     device: str = option("auto", "`cpu`, `cuda` or `cuda:1`; `auto`: a usable GPU, else the CPU")
     backend: str = option(

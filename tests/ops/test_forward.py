@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftproof.models.weight_formats import Fp8BlockWeight, Fp8Weight, WeightTensor
 from draftproof.ops import Attention, AttentionShape, Ops, resolve
 from draftproof.ops.torch.backend import TorchOps
 from draftproof.ops.torch.forward import TorchForward
@@ -75,31 +77,42 @@ def test_linear_equals_reference(
 
 
 # Name, smallest and largest integer, elements of a group (0: one scale per output row), has a minimum.
-QUANTIZED = (
+INTEGERS = (
     ("w8a8", -127, 127, 0, False),
     ("blocks", 0, 15, 32, True),
     ("blocks", -127, 127, 32, False),
     ("blocks", -32, 31, 16, False),
     ("blocks", 0, 31, 16, True),
 )
-QUANTIZED_SHAPES = ((53, 96), (1, 32), (33, 64))
+QUANTIZED = (*INTEGERS, ("fp8",), ("fp8_block",), ("w4a16", 32, False), ("w4a16", 0, True))
+EXACT_SUMS = {"w8a8": "cpu torch triton", "fp8": "torch", "fp8_block": "torch"}  # backends with equal bits
+QUANTIZED_SHAPES = ((53, 96), (1, 32), (130, 160))
 every_format = pytest.mark.parametrize("form", QUANTIZED, ids=lambda form: "-".join(map(str, form)))
 
 
-def quantized(
-    form: tuple[str, int, int, int, bool], shape: tuple[int, int], bias: bool
-) -> tuple[str, Tensor, Tensor, Tensor | None]:
+def quantized(form: tuple[Any, ...], shape: tuple[int, int], bias: bool) -> dict[str, Any]:
     """Return the arguments of `pack_quantized` for a random weight."""
-    name, low, high, group, has_min = form
     random = torch.Generator().manual_seed(shape[0])
-    data = torch.randint(low, high + 1, shape, generator=random, dtype=torch.int8)
-    sizes = (shape[0], shape[1] // group, 2) if group else shape[:1]
-    scales = torch.rand(sizes, generator=random) / 64
-    if group == 32:  # exact in fp16, as GGUF stores scales
-        scales = scales.half().float()
-    if group and not has_min:
-        scales[..., 1] = 0
-    return name, data, scales, randn(shape[0]) if bias else None
+    name, bias_row, zeros = form[0], randn(shape[0]) if bias else None, None
+    if name.startswith("fp8"):
+        kind = Fp8Weight if name == "fp8" else Fp8BlockWeight
+        weight: WeightTensor = kind.quantize(torch.randn(shape, generator=random) / 16)
+        data, scales = weight.data, weight.scales
+    elif name == "w4a16":
+        group = form[1] or shape[1]
+        scales = torch.rand((shape[0], shape[1] // group), generator=random).to(torch.bfloat16) / 64
+        data = torch.randint(0, 256, (shape[0], shape[1] // 2), generator=random, dtype=torch.uint8)
+        zeros = torch.randint(0, 16, scales.shape, generator=random, dtype=torch.uint8) if form[2] else None
+    else:
+        _, low, high, group, has_min = form
+        data = torch.randint(low, high + 1, shape, generator=random, dtype=torch.int8)
+        sizes = (shape[0], shape[1] // group, 2) if group else shape[:1]
+        scales = torch.rand(sizes, generator=random) / 64
+        if group == 32:  # exact in fp16, as GGUF stores scales
+            scales = scales.half().float()
+        if group and not has_min:
+            scales[..., 1] = 0
+    return {"weight_format": name, "data": data, "scales": scales, "bias": bias_row, "zeros": zeros}
 
 
 @others
@@ -107,38 +120,41 @@ def quantized(
 @every_format
 @pytest.mark.parametrize("shape", QUANTIZED_SHAPES)
 def test_quantized_linear_equals_reference(
-    ops: Ops, dtype: torch.dtype, form: tuple[str, int, int, int, bool], shape: tuple[int, int]
+    ops: Ops, dtype: torch.dtype, form: tuple[Any, ...], shape: tuple[int, int]
 ) -> None:
-    """Compare bits where one scale covers a row, and values where groups are added in fp32."""
+    """Compare bits where sums are exact, and values elsewhere."""
     if form[0] not in ops.forward.weight_formats:
         pytest.skip(f"{ops.name} does not multiply {form[0]}")
     for bias in (False, True):
         arguments = quantized(form, shape, bias)
-        packed, want = ops.forward.pack_quantized(*arguments), REFERENCE.forward.pack_quantized(*arguments)
+        packed, want = (o.forward.pack_quantized(**arguments) for o in (ops, REFERENCE))
         for rows in (0, 1, 2, 9):
             x = randn(rows, shape[1], seed=rows, dtype=dtype)
             x[1:2] = 0
             got, defined = (o.forward.linear(x, p) for o, p in ((ops, packed), (REFERENCE, want)))
             assert_close(got, defined, dtype)
-            if form[0] == "w8a8":
+            if ops.name in EXACT_SUMS.get(form[0], "").split():
                 wide = [o.forward.linear(x, p, torch.float32) for o, p in ((ops, packed), (REFERENCE, want))]
                 assert torch.equal(got, defined) and torch.equal(*wide)
 
 
 @every
 @every_format
-def test_rows_of_quantized_linear_are_independent(ops: Ops, form: tuple[str, int, int, int, bool]) -> None:
+def test_rows_of_quantized_linear_are_independent(ops: Ops, form: tuple[Any, ...]) -> None:
     if form[0] not in ops.forward.weight_formats:
         pytest.skip(f"{ops.name} does not multiply {form[0]}")
-    packed = ops.forward.pack_quantized(*quantized(form, (70, 64), bias=True))
+    packed = ops.forward.pack_quantized(**quantized(form, (70, 64), bias=True))
     pool = randn(POOL, 64, seed=3) * torch.logspace(-3, 3, POOL)[:, None]
     assert not rows_that_differ(lambda rows: ops.forward.linear(pool[rows], packed), **turns_for(ops, True))
 
 
-def test_activation_scale_of_a_batch_is_detected() -> None:
+@pytest.mark.parametrize(
+    "form", [form for form in QUANTIZED if form[0] in ("w8a8", "fp8", "fp8_block")], ids=str
+)
+def test_activation_scale_of_a_batch_is_detected(form: tuple[Any, ...]) -> None:
     """Negative control: one scale for all rows of a call makes rows depend on each other."""
     ops = TorchOps(CPU)
-    packed = ops.forward.pack_quantized(*quantized(QUANTIZED[0], (20, 64), bias=False))
+    packed = ops.forward.pack_quantized(**quantized(form, (20, 64), bias=False))
     pool = randn(POOL, 64, seed=3) * torch.logspace(-3, 3, POOL)[:, None]
 
     def batch_scale(rows: list[int]) -> Tensor:

@@ -184,7 +184,7 @@ class SelfModel(Proposer):
         super().__init__(env, options)
         arch, dtype, quantization = self.options["weights"].split("/")
         made = tiny.checkpoint(arch, dtype)
-        quantize_linears(made.weights, quantization)
+        quantize_linears(made.weights, quantization, env.ops)
         model = create_model(made.config, made.weights, env.ops, env.max_len)
         self.runner = Runner(
             model,

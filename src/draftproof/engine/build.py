@@ -69,7 +69,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
     ops = resolve(config.backend, device, config.numerics)
     identity = _target_identity(checkpoint)
     weights = checkpoint.weights
-    quantize_linears(weights, config.quantization)
+    quantize_linears(weights, config.quantization, ops)
     check_formats(weights, ops)
     sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config.speculative, checkpoint))
     lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
@@ -135,7 +135,7 @@ def check_formats(weights: Mapping[str, WeightTensor], ops: Ops) -> None:
     if missing := formats - ops.forward.weight_formats:
         raise ConfigError(
             f"the {ops.name} backend does not multiply weights in the format {', '.join(sorted(missing))}: "
-            "use backend='cpu', or leave quantization out"
+            "use another backend, or leave quantization out"
         )
 
 

@@ -1,14 +1,13 @@
 """Weight formats: how a checkpoint stores a weight, and how it is packed for a backend.
 
-A new format is one class here and one entry of `FORMATS`. A backend that multiplies a format directly lists
+A new format is one class here or in `weights/`. A backend that multiplies a format directly lists
 its name in `ForwardOps.weight_formats` and receives it in `pack_quantized`. Every other backend receives the
 dequantised weight.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -16,78 +15,15 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import LoadError
+from draftproof.models.weights.low_bit import Fp8BlockWeight as Fp8BlockWeight
+from draftproof.models.weights.low_bit import Fp8Weight as Fp8Weight
+from draftproof.models.weights.low_bit import Int4GroupWeight as Int4GroupWeight
+from draftproof.models.weights.tensor import FloatWeight as FloatWeight
+from draftproof.models.weights.tensor import WeightTensor as WeightTensor
 from draftproof.ops import Ops
 
 INT4_GROUP = 32  # elements of a row that share a scale and a minimum
 MIN_FP16_SCALE = 2.0**-14  # the smallest normal fp16: a group of equal elements has no range
-
-
-@dataclass(frozen=True, slots=True)
-class WeightTensor(ABC):
-    """One weight of a checkpoint in its stored format."""
-
-    data: Tensor  # [N, K]; vectors and other shapes in the float format alone
-    scales: Tensor | None = None
-
-    suffixes: ClassVar[Mapping[str, str]] = {}  # field -> what follows the weight's name in a file
-
-    @property
-    @abstractmethod
-    def format(self) -> str:
-        """Return the name of the format."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the logical shape."""
-        return tuple(self.data.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the stored bytes, scales included."""
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
-
-    def rows(self, ids: Tensor) -> Self:
-        """Return the output rows `ids` [n], on the device of the weight."""
-        at = ids.to(self.data.device)
-        return type(self)(self.data[at], None if self.scales is None else self.scales[at])
-
-    @classmethod
-    def cat(cls, weights: Sequence[Self]) -> Self:
-        """Concatenate weights of one format along their output rows."""
-        if len(weights) == 1:
-            return weights[0]
-        scales = [weight.scales for weight in weights if weight.scales is not None]
-        return cls(torch.cat([weight.data for weight in weights]), torch.cat(scales) if scales else None)
-
-    def to(self, device: torch.device) -> Self:
-        """Return the weight on `device`, contiguous."""
-        scales = None if self.scales is None else self.scales.to(device).contiguous()
-        return type(self)(self.data.to(device).contiguous(), scales)
-
-    @abstractmethod
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor of `dtype`; None: the float type of the format."""
-
-    @classmethod
-    def from_parts(cls, name: str, data: Tensor, parts: Mapping[str, Tensor]) -> Self:
-        """Build the weight `name` from its stored tensors; LoadError if `parts` do not belong to it."""
-        return cls(data)
-
-
-@dataclass(frozen=True, slots=True)
-class FloatWeight(WeightTensor):
-    """Weight in a float type, stored as it is; index tensors are kept in this form too."""
-
-    @property
-    def format(self) -> str:
-        """Return "fp32", "bf16", "fp16" or torch's name of the type."""
-        return FLOAT_NAMES.get(self.data.dtype, str(self.data.dtype).removeprefix("torch."))
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor itself, converted if it is a float tensor."""
-        if dtype is None or not self.data.is_floating_point():
-            return self.data
-        return self.data.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,26 +123,36 @@ class BlockWeight(WeightTensor):
         return (scale * self.data + minimum).to(dtype or torch.bfloat16)
 
 
-FLOAT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # dtype of the stored matrix -> format; every other dtype is a FloatWeight
 FORMATS: dict[torch.dtype, type[WeightTensor]] = {torch.int8: Int8RowWeight}
 
-# value of the engine's option `quantization` -> format that weights are quantised to on load
-QUANTIZATIONS: dict[str, type[W8A8Weight] | type[BlockWeight]] = {"int8": W8A8Weight, "int4": BlockWeight}
 LINEAR_SUFFIX = "_proj.weight"  # of the linear layers; embeddings and the LM head stay floats
+# format -> quantisation of a float matrix [N, K]
+QUANTIZERS: dict[str, Callable[[Tensor], WeightTensor]] = {
+    "w8a8": W8A8Weight.quantize,
+    "blocks": BlockWeight.quantize,
+    "fp8": Fp8Weight.quantize,
+    "w4a16": Int4GroupWeight.quantize,
+}
 
 
-def quantize_linears(weights: dict[str, WeightTensor], quantization: str) -> None:
+def quantizer(quantization: str, ops: Ops) -> Callable[[Tensor], WeightTensor] | None:
+    """Return the quantisation on load that the engine's option selects for a backend, or None."""
+    formats = {"int8": "w8a8", "fp8": "fp8", "int4": ops.forward.int4_format}
+    return QUANTIZERS.get(formats.get(quantization, ""))
+
+
+def quantize_linears(weights: dict[str, WeightTensor], quantization: str, ops: Ops) -> None:
     """Quantise the float weights of linear layers in place, one by one, if `quantization` is made on load."""
-    form = QUANTIZATIONS.get(quantization)
-    if form is None:
+    quantize = quantizer(quantization, ops)
+    if quantize is None:
         return
     for name, weight in weights.items():
         if name.endswith(LINEAR_SUFFIX) and isinstance(weight, FloatWeight):
             if not bool(weight.data.isfinite().all()):
                 raise LoadError(f"{name} has values that are not finite: it cannot be quantised")
             try:
-                weights[name] = form.quantize(weight.data)
+                weights[name] = quantize(weight.data)
             except LoadError as error:
                 raise LoadError(f"{name} cannot be quantised: {error}") from error
 
@@ -265,6 +211,6 @@ def pack_weight(
 ) -> Any:
     """Pack a weight for `Ops.linear`: in its own format where the backend multiplies it, else dequantised."""
     if weight.format in ops.forward.weight_formats:
-        return ops.forward.pack_quantized(weight.format, weight.data, weight.scales, bias)
+        return ops.forward.pack_quantized(weight.format, weight.data, weight.scales, bias, weight.zeros)
     pack = ops.forward.pack_draft_linear if draft else ops.forward.pack_linear
     return pack(weight.dequantize(dtype), bias)

@@ -33,9 +33,15 @@ class ForwardOps(ABC):
 
     # Quantised weight formats that `pack_quantized` takes; a weight of another format is dequantised before.
     weight_formats: ClassVar[frozenset[str]] = frozenset()
+    int4_format: ClassVar[str] = "blocks"  # format that the engine's option quantization="int4" makes
 
     def pack_quantized(
-        self, weight_format: str, data: Tensor, scales: Tensor | None, bias: Tensor | None = None
+        self,
+        weight_format: str,
+        data: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None = None,
+        zeros: Tensor | None = None,
     ) -> Any:
         """Pack a quantised weight of one of `weight_formats` for `linear`."""
         raise NotImplementedError(weight_format)

@@ -54,7 +54,12 @@ class CpuForward(ForwardOps):
         return pack(weight.detach(), bias, self._features, self._memory.hold, draft)
 
     def pack_quantized(
-        self, weight_format: str, data: Tensor, scales: Tensor | None, bias: Tensor | None = None
+        self,
+        weight_format: str,
+        data: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None = None,
+        zeros: Tensor | None = None,
     ) -> PackedLinear:
         assert scales is not None
         return pack_quantized(weight_format, data.detach(), scales, bias, self._memory.hold)

@@ -26,10 +26,15 @@ class ReferenceForward(ForwardOps):
         return weight.double(), None if bias is None else bias.double()
 
     def pack_quantized(
-        self, weight_format: str, data: Tensor, scales: Tensor | None, bias: Tensor | None = None
+        self,
+        weight_format: str,
+        data: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None = None,
+        zeros: Tensor | None = None,
     ) -> QuantizedLinear:
         assert scales is not None
-        return QuantizedLinear(weight_format, data, scales, None if bias is None else bias.float())
+        return QuantizedLinear(weight_format, data, scales, None if bias is None else bias.float(), zeros)
 
     def linear(
         self, x: Tensor, packed: PackedWeight | QuantizedLinear, out_dtype: torch.dtype | None = None

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 INT8_MAX = 127.0
+E4M3_MAX = 448.0
+FP8_CHUNK = 128  # elements of K whose products are summed before they are added to the total
+INT4_ZERO = 8.0  # zero point of a symmetric 4-bit weight
 ACTIVATION_BLOCK = 32  # elements of a row that share a scale beside weights in blocks
 
 
@@ -17,9 +20,10 @@ class QuantizedLinear:
     """Quantised weight in its stored form."""
 
     format: str  # a key of `ROW_PRODUCTS`
-    data: Tensor  # [N, K] integers
-    scales: Tensor  # fp32: [N], or [N, K / group, 2] of blocks (scale, minimum)
+    data: Tensor  # [N, K] integers or e4m3; [N, K / 2] bytes of two 4-bit integers
+    scales: Tensor  # by format; see the weight formats of `models`
     bias: Tensor | None  # [N] fp32
+    zeros: Tensor | None = None  # [N, K / group], of 4-bit integers
 
 
 def linear(x: Tensor, packed: QuantizedLinear, out_dtype: torch.dtype) -> Tensor:
@@ -70,7 +74,72 @@ def blocks_row(row: Tensor, packed: QuantizedLinear) -> Tensor:
     return total if packed.bias is None else total + packed.bias
 
 
+def fp8_row(row: Tensor, packed: QuantizedLinear) -> Tensor:
+    """Return the outputs [N] of one row [K] in fp32: e4m3 weights and activations, a scale per channel.
+
+    The row is divided by its largest magnitude, times 448, and rounded to e4m3. Products of FP8_CHUNK
+    elements are summed without rounding, rounded to fp32 and added to the total by ascending K. An output is
+    the total times the scale of its column, times the scale of the row, plus the bias.
+    """
+    values, scale = e4m3_values(row)
+    total = torch.zeros(len(packed.data))
+    for start in range(0, row.shape[0], FP8_CHUNK):
+        chunk = slice(start, start + FP8_CHUNK)
+        total = total + chunk_sums(values[chunk], packed.data[:, chunk])
+    found = total * packed.scales * scale
+    return found if packed.bias is None else found + packed.bias
+
+
+def fp8_block_row(row: Tensor, packed: QuantizedLinear) -> Tensor:
+    """Return the outputs [N] of one row [K] in fp32: e4m3 in blocks of 128 with a scale each.
+
+    Each chunk of the row is rounded to e4m3 by its own largest magnitude. The sum of a chunk is multiplied by
+    the scale of the weight's block, then by that of the row's chunk, and added to the total by ascending K.
+    """
+    total = torch.zeros(len(packed.data))
+    block_rows = 1 if len(packed.scales) == len(packed.data) else FP8_CHUNK
+    for index, start in enumerate(range(0, row.shape[0], FP8_CHUNK)):
+        chunk = slice(start, start + FP8_CHUNK)
+        values, scale = e4m3_values(row[chunk])
+        weight_scales = torch.stack([packed.scales[n // block_rows, index] for n in range(len(packed.data))])
+        total = total + chunk_sums(values, packed.data[:, chunk]) * weight_scales * scale
+    return total if packed.bias is None else total + packed.bias
+
+
+def e4m3_values(row: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the elements of a row [K] rounded to e4m3, in fp32, and the scale of the row."""
+    values = row.float()
+    largest = values.abs().max()
+    limit = torch.full_like(largest, E4M3_MAX)
+    inverse = limit / largest if largest > 0 else largest
+    return (values * inverse).to(torch.float8_e4m3fn).float(), largest / limit
+
+
+def chunk_sums(values: Tensor, weight: Tensor) -> Tensor:
+    """Return the sums [N] over a chunk of values [C] times weight [N, C], exact in double, in fp32."""
+    return torch.stack([(values.double() * line).sum().float() for line in weight.double()])
+
+
+def w4a16_row(row: Tensor, packed: QuantizedLinear) -> Tensor:
+    """Return the outputs [N] of one row [K] in fp32: weights of 4 bits, dequantised to bf16.
+
+    A weight is scale times (integer - zero point), in fp32, rounded to bf16. The sum is that of `linear` with
+    such a weight.
+    """
+    outputs = []
+    for n, line in enumerate(packed.data):
+        integers = torch.stack([line & 15, line >> 4], 1).view(packed.scales.shape[1], -1).float()
+        zeros = torch.tensor(INT4_ZERO) if packed.zeros is None else packed.zeros[n].float()[:, None]
+        weight = ((integers - zeros) * packed.scales[n].float()[:, None]).to(torch.bfloat16).flatten()
+        outputs.append((row.double() * weight.double()).sum().float())
+    found = torch.stack(outputs)
+    return found if packed.bias is None else found + packed.bias
+
+
 ROW_PRODUCTS: dict[str, Callable[[Tensor, QuantizedLinear], Tensor]] = {
     "w8a8": w8a8_row,
     "blocks": blocks_row,
+    "fp8": fp8_row,
+    "fp8_block": fp8_block_row,
+    "w4a16": w4a16_row,
 }

@@ -7,7 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftproof.ops.reference.quantized import ACTIVATION_BLOCK, INT8_MAX, QuantizedLinear
+from draftproof.ops.reference.quantized import (
+    ACTIVATION_BLOCK,
+    E4M3_MAX,
+    FP8_CHUNK,
+    INT4_ZERO,
+    INT8_MAX,
+    QuantizedLinear,
+)
 
 
 def linear(x: Tensor, packed: QuantizedLinear, out_dtype: torch.dtype) -> Tensor:
@@ -44,4 +51,59 @@ def blocks(x: Tensor, packed: QuantizedLinear) -> Tensor:
     return total if packed.bias is None else total + packed.bias
 
 
-PRODUCTS: dict[str, Callable[[Tensor, QuantizedLinear], Tensor]] = {"w8a8": w8a8, "blocks": blocks}
+def fp8(x: Tensor, packed: QuantizedLinear) -> Tensor:
+    """Return x [R, K] times e4m3 weights with a scale per channel in fp32 [R, N]."""
+    values, row_scales = e4m3_values(x.float())
+    total = torch.zeros((len(x), len(packed.data)), device=x.device)
+    for start in range(0, x.shape[1], FP8_CHUNK):
+        total = total + chunk_sums(values, packed.data, start)
+    found = total * packed.scales * row_scales
+    return found if packed.bias is None else found + packed.bias
+
+
+def fp8_block(x: Tensor, packed: QuantizedLinear) -> Tensor:
+    """Return x [R, K] times e4m3 weights in blocks in fp32 [R, N], chunk by chunk."""
+    scales = packed.scales
+    if len(scales) != len(packed.data):
+        scales = scales.repeat_interleave(FP8_CHUNK, 0)[: len(packed.data)]  # [N, K / 128]
+    total = torch.zeros((len(x), len(packed.data)), device=x.device)
+    for start in range(0, x.shape[1], FP8_CHUNK):
+        values, row_scales = e4m3_values(x[:, start : start + FP8_CHUNK].float())
+        sums = chunk_sums(values, packed.data[:, start : start + FP8_CHUNK], 0)
+        total = total + sums * scales[:, start // FP8_CHUNK] * row_scales
+    return total if packed.bias is None else total + packed.bias
+
+
+def e4m3_values(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows [R, K] rounded to e4m3, in fp32, and their scales [R, 1]."""
+    largest = values.abs().amax(1, keepdim=True)
+    limit = torch.full_like(largest, E4M3_MAX)
+    inverse = torch.where(largest > 0, limit / largest, largest)
+    return (values * inverse).to(torch.float8_e4m3fn).float(), largest / limit
+
+
+def chunk_sums(values: Tensor, weight: Tensor, start: int) -> Tensor:
+    """Return the sums [R, N] over the chunk of K from `start` on, exact in double, in fp32."""
+    chunk = slice(start, start + FP8_CHUNK)
+    return (values[:, chunk].double() @ weight[:, chunk].double().T).float()
+
+
+def w4a16(x: Tensor, packed: QuantizedLinear) -> Tensor:
+    """Return x [R, K] times weights of 4 bits, dequantised to bf16, in fp32 [R, N]; one row at a time."""
+    group = x.shape[1] // packed.scales.shape[1]
+    integers = torch.stack([packed.data & 15, packed.data >> 4], 2).flatten(1).float()  # [N, K]
+    zeros = INT4_ZERO if packed.zeros is None else packed.zeros.float().repeat_interleave(group, 1)
+    weight = ((integers - zeros) * packed.scales.float().repeat_interleave(group, 1)).to(torch.bfloat16)
+    wide = weight.double()
+    rows = [(row.double() * wide).sum(1) for row in x]
+    found = torch.stack(rows).float() if rows else x.new_zeros((0, len(wide)), dtype=torch.float32)
+    return found if packed.bias is None else found + packed.bias
+
+
+PRODUCTS: dict[str, Callable[[Tensor, QuantizedLinear], Tensor]] = {
+    "w8a8": w8a8,
+    "blocks": blocks,
+    "fp8": fp8,
+    "fp8_block": fp8_block,
+    "w4a16": w4a16,
+}

@@ -57,8 +57,9 @@ class TritonForward(ForwardOps):
         return pack(weight, bias)
 
     def pack_quantized(
-        self, weight_format: str, data: Tensor, scales: Tensor | None, bias: Tensor | None = None
-    ) -> PackedLinear:
+        self, weight_format: str, data: Tensor, scales: Tensor | None, bias: Tensor | None = None,
+        zeros: Tensor | None = None,
+    ) -> PackedLinear:  # fmt: skip
         assert scales is not None
         return pack_quantized(weight_format, data, scales, bias)
 
