@@ -1,7 +1,7 @@
 """Exactness and speed on a GPU; the last line of stdout is JSON. Status 1: a check failed.
 
     python bench/gpu.py [--model smollm2-135m] [--parts bits,control,speed,logprobs,fast,floor,profile,…]
-                        [--tokens 256] [--batches 1,8,64,256] [--seconds 500]
+                        [--tokens 256] [--batches 1,8,64,256] [--seconds 500] [--quantization int8]
 
 bits, control: exactness, see `common/gpu_exactness.py`. logprobs: their cost, see `common/gpu_logprobs.py`.
 speed: tokens a second of `LLM.generate`, prefill and detokenisation included, sides in turn.
@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--quantization", default="none", help="none, int8, fp8 or int4, made on load")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=["chat", "copy"])
     parser.add_argument("--ways", type=int, default=3, help="bits: 1 n-gram drafts, 2 and junk, 3 and midway")
@@ -172,7 +173,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write the figures after every part")
     options = parser.parse_args()
     bench = Bench(options)
-    found: dict[str, Any] = {"model": options.model}
+    found: dict[str, Any] = {"model": options.model, "quantization": options.quantization}
     for name in options.parts:
         begin = time.monotonic()
         found[name] = "no time left" if bench.late else PARTS[name](bench)

@@ -46,6 +46,7 @@ class Bench:
                 "dtype": "bfloat16",
                 "device": options.device,
                 "load_format": options.load_format,
+                "quantization": options.quantization,
                 "max_model_len": options.max_len,
                 "max_num_seqs": max(options.batches),
                 "enable_prefix_caching": False,  # rounds repeat their prompts

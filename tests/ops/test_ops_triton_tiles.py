@@ -126,7 +126,7 @@ def test_fastest_tile_is_stored_and_selected() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_default_stays_if_candidates_are_hardly_faster_or_fail(fails: bool) -> None:
-    default = default_tile("dense", 16, 2048, False)
+    default = default_tile("dense", 16, 2048, "bf16")
 
     def cost(tile: Any) -> float:
         if fails and tile != default:

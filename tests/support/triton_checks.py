@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import product
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -25,6 +26,14 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
+from draftproof.models.weight_formats import (
+    Fp8BlockWeight,
+    Fp8Weight,
+    Int4GroupWeight,
+    W8A8Weight,
+    WeightTensor,
+    pack_weight,
+)
 from draftproof.ops import Attention, AttentionShape, Rows, resolve
 from draftproof.ops.reference.backend import ReferenceOps
 from draftproof.ops.triton import graphs, kl_grad
@@ -47,6 +56,8 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):  # type: ignore
         data = x.data
         if x.dtype.scalar == tl.bfloat16:
             data = (data.astype(np.uint32) << 16).view(np.float32)
+        if x.dtype.scalar == tl.float8e4nv:
+            data = torch.from_numpy(data.copy()).view(torch.float8_e4m3fn).float().numpy()
         return data.astype(np.float64)
 
     return interpreter.TensorHandle((wide(a) @ wide(b) + d.data).astype(np.float32), d.dtype.scalar)
@@ -60,6 +71,14 @@ def _cast(self, src, dst_type):  # type: ignore[no-untyped-def]
     return _plain_cast(self, src, dst_type)
 
 
+def _to_e4m3(self, src, dst_type, rounding_mode):  # type: ignore[no-untyped-def]
+    """Round fp32 to the nearest e4m3; the interpreter differs for small numbers."""
+    if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
+        return _plain_convert(self, src, dst_type, rounding_mode)
+    rounded = torch.from_numpy(np.array(src.data, dtype=np.float32)).to(torch.float8_e4m3fn)
+    return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), tl.float8e4nv)
+
+
 def _patch_tensor(tensor, scope):  # type: ignore[no-untyped-def]
     """Convert scalars, arrays of one element in the interpreter, to int; numpy no longer does."""
     _plain_patch(tensor, scope)
@@ -69,6 +88,8 @@ def _patch_tensor(tensor, scope):  # type: ignore[no-untyped-def]
 _plain_cast, _plain_patch = interpreter.InterpreterBuilder.cast_impl, interpreter._patch_lang_tensor
 interpreter._patch_lang_tensor = _patch_tensor
 interpreter.InterpreterBuilder.cast_impl = _cast
+_plain_convert = interpreter.InterpreterBuilder.create_fp_to_fp
+interpreter.InterpreterBuilder.create_fp_to_fp = _to_e4m3
 interpreter.InterpreterBuilder.create_dot = _dot
 ops, ref = resolve("triton", CPU), ReferenceOps(CPU)
 CHECKS: dict[str, dict[str, Callable[[], None]]] = defaultdict(dict)  # module -> name -> check
@@ -123,21 +144,62 @@ def linear() -> None:
                     assert_close(wide, ref.forward.linear(x, want, torch.float32), torch.float32)
 
 
+def quantized_weights(columns: int, depth: int) -> Iterable[WeightTensor]:
+    """Return a weight of each format, some with zero points."""
+    matrix = randn(columns, depth, seed=3) / 16
+    yield W8A8Weight.quantize(matrix)
+    yield Fp8Weight.quantize(matrix)
+    yield Fp8BlockWeight.quantize(matrix)
+    yield Fp8BlockWeight.cat([Fp8BlockWeight.quantize(matrix)] * 2)
+    groups = Int4GroupWeight.quantize(matrix)
+    yield groups
+    assert groups.scales is not None
+    zeros = torch.arange(groups.scales.numel()).view_as(groups.scales) % 16
+    yield Int4GroupWeight.create(groups.integers(), groups.scales.float(), zeros)
+
+
 @check
 def quantized_linear_has_the_bits_of_the_reference() -> None:
-    random = torch.Generator().manual_seed(1)
-    for name in sorted(ops.forward.weight_formats):
-        for dtype in DTYPES:
-            for columns, depth in ((53, 72), (97, 200), (1, 16)):
-                data = torch.randint(-127, 128, (columns, depth), generator=random, dtype=torch.int8)
-                scales = torch.rand(columns, generator=random)
-                for bias in (None, randn(columns, seed=2)):
-                    weight = name, data, scales, bias
-                    packed, want = ops.forward.pack_quantized(*weight), ref.forward.pack_quantized(*weight)
-                    for rows in (0, 1, 17):
-                        x = randn(rows, depth, seed=rows, dtype=dtype)
-                        x[1:2] = 0
-                        assert torch.equal(ops.forward.linear(x, packed), ref.forward.linear(x, want))
+    """Compare bits, since the tensor core of the interpreter sums without rounding, as the reference does."""
+    for (columns, depth), dtype in product(((53, 72), (20, 320)), DTYPES):
+        for weight in quantized_weights(columns, depth):
+            assert weight.format in ops.forward.weight_formats
+            for bias in (None, randn(weight.shape[0], seed=2)):
+                packed, want = (pack_weight(o, weight, bias) for o in (ops, ref))
+                for rows in (0, 3):
+                    x = randn(rows, depth, seed=rows, dtype=dtype)
+                    x[1:2] = 0
+                    got, defined = ops.forward.linear(x, packed), ref.forward.linear(x, want)
+                    if weight.format == "w4a16":  # summed in pieces
+                        assert_close(got, defined, dtype)
+                    else:
+                        assert torch.equal(got, defined), weight.format
+
+
+@check
+def quantized_linear_with_an_epilogue_has_the_bits_of_two_ops() -> None:
+    heads, dtype, rows = AttentionShape(num_q=2, num_kv=1, dim=32, scale=0.2, window=0), torch.bfloat16, 3
+    rope, x, norm = (
+        randn(64, 32, seed=5),
+        randn(rows, 160, seed=1, dtype=dtype),
+        randn(160, seed=9, dtype=dtype),
+    )
+    for weight in quantized_weights(128, 160):
+        packed = pack_weight(ops, weight, randn(weight.shape[0], seed=2))
+        normed, total = ops.forward.add_rms_norm(x, x, norm, 1e-6)
+        given, same = ops.forward.add_rms_norm_input(x, x, norm, 1e-6, packed)
+        plain = ops.forward.linear(normed, packed)
+        assert torch.equal(total, same) and torch.equal(ops.forward.linear(given, packed), plain)
+        alone = ops.forward.linear(ops.forward.rms_norm_input(x, norm, 1e-6, packed), packed)
+        assert torch.equal(alone, ops.forward.linear(ops.forward.rms_norm(x, norm, 1e-6), packed))
+        assert torch.equal(ops.forward.linear_silu_mul(given, packed), ops.forward.silu_mul(plain))
+        if packed.columns != (heads.num_q + 2 * heads.num_kv) * heads.dim:
+            continue
+        attention, paged = Attention(heads, packed, None), [Paged(heads, [40], dtype) for _ in range(2)]
+        lines = [one.rows([(0, i) for i in range(rows)]) for one in paged]
+        got = ops.forward.linear_rope_store(given, lines[0], attention, rope, paged[0].cache, 1e-6)
+        want = ops.forward.rope_store(plain, lines[1], attention, rope, paged[1].cache, 1e-6)
+        assert bits(got) == bits(want) and bits(paged[0].cache) == bits(paged[1].cache)
 
 
 @check
@@ -179,9 +241,8 @@ def weight_loaded_first_does_not_change_bits() -> None:
 def default_tiles_fit_and_row_buckets_are_monotonic() -> None:
     for rows in (1, 16, 17, 64, 65, 128, 256, 512, 513, 8192):
         for columns in (1, 576, 960, 3072, 4096, 6144, 28672, 128256):
-            for wide in (False, True):
-                tile = tiles.default_tile("dense", rows, columns, wide)
-                size = 4 if wide else 2
+            for kind, size in {"bf16": 2, "fp32": 4, "w8a8": 1, "fp8": 1}.items():
+                tile = tiles.default_tile("dense", rows, columns, kind)
                 assert (tile.bm + tile.bn) * tile.bk * tile.stages * size <= 224 << 10, (rows, columns, tile)
     sizes = [graphs.bucket_of(rows) for rows in range(1, 3001)]
     assert all(size >= rows for rows, size in enumerate(sizes, start=1))

@@ -39,6 +39,8 @@ TYPES = {
     torch.float64: "*fp64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 seen: set[str] = set()
@@ -184,6 +186,26 @@ def all_layers(
         run_layers(ops, *given, range(taps), x)
 
 
+def quantized(ops: TritonOps, rows: int, columns: int, depth: int) -> None:
+    """Call the ops with a weight of each quantised format."""
+    integers = torch.empty((columns, depth), dtype=torch.int8)
+    blocks, group = (-(-columns // 128), -(-depth // 128)), 128 if depth % 128 == 0 else 64
+    groups, nibbles = (columns, depth // group), torch.empty((columns, depth // 2), dtype=torch.uint8)
+    zeros = torch.empty(groups, dtype=torch.uint8)
+    x = torch.empty((rows, depth), dtype=torch.bfloat16)
+    for name, data, scales, points in (
+        ("w8a8", integers, torch.empty(columns), None),
+        ("fp8", integers.view(torch.float8_e4m3fn), torch.empty(columns), None),
+        ("fp8_block", integers.view(torch.float8_e4m3fn), torch.empty(blocks), None),
+        ("w4a16", nibbles, torch.empty(groups, dtype=torch.bfloat16), None),
+        ("w4a16", nibbles, torch.empty(groups, dtype=torch.float16), zeros),
+    ):
+        packed = ops.forward.pack_quantized(name, data, scales, None, points)
+        ops.forward.linear(x, packed)
+        ops.forward.linear_silu_mul(x, packed)
+        ops.forward.add_rms_norm_input(x, x, x[0], 1e-6, packed)
+
+
 def main() -> None:
     kernel_utils.check_device = lambda device: None
     kernel_utils._usable = lambda name, x, dtypes: x
@@ -233,8 +255,11 @@ def main() -> None:
                 x = torch.empty((rows, depth), dtype=torch.bfloat16)
                 weight = torch.empty((columns, depth), dtype=torch.bfloat16)
                 ops.forward.linear(x, PackedLinear(weight, None))
-                data = torch.empty((columns, depth), dtype=torch.int8)
-                ops.forward.linear(x, ops.forward.pack_quantized("w8a8", data, torch.empty(columns)))
+        for pdl in (False, CAPABILITY >= 90):
+            ops = TritonOps(CPU, pdl=pdl)
+            for rows in (1, 64, 256, 1000):
+                for columns, depth in ((960, 576), (6144, 4096)):
+                    quantized(ops, rows, columns, depth)
         packed = ops.forward.pack_linear(torch.empty((960, 100)), torch.empty(960))
         for rows in (1, 64, 100):
             ops.forward.linear(torch.empty((rows, 100)), packed)

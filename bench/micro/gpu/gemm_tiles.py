@@ -37,7 +37,7 @@ def candidates(rows: int, columns: int, depth: int) -> Iterator[Tile]:
                     for warps in (4,) if rows <= 64 and bm > 16 else (2, 4) if rows <= 16 else (4, 8):
                         if (bm + bn) * bk * stages * 2 <= ROOM and bk * (stages - 1) < depth:
                             yield Tile(bm, bn, bk, warps, stages)
-    yield default_tile("dense", rows, columns, False)
+    yield default_tile("dense", rows, columns, "bf16")
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def main() -> None:
             if not alone:
                 continue
             best = sorted(times, key=times.__getitem__)[:3]
-            now = times[default_tile("dense", rows, columns, False)]
+            now = times[default_tile("dense", rows, columns, "bf16")]
             theirs = micros([lambda w=w: torch.mm(x, w.t(), out=out) for w in held], 3)
             also = "; ".join(f"{tuple(t)} {times[t]}" for t in best[1:])
             print(

@@ -86,7 +86,8 @@ def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: 
     free = ops.runtime.free_memory()
     if free is None:
         return max(DEFAULT_KV_BYTES, min_bytes)
-    weights = sum(weight.nbytes for weight in checkpoint.weights.values())
+    # weights quantised on the device have their memory already
+    weights = sum(w.nbytes for w in checkpoint.weights.values() if w.data.is_cpu)
     room = int(free * config.memory_utilization) - weights - workspace
     if room < min_bytes:
         gib = 1 << 30

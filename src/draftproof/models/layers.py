@@ -34,19 +34,23 @@ def run_layers(
             normed = found[0] if norm is None else ops.forward.rms_norm(found[0], norm, eps)
             return normed, *found
     x, residual = first_layer_input(ops, residual, layers[0], rows, embedding, eps)
-    next_norms = [layer.attention_norm for layer in layers[1:]] + [norm]
+    next_layers = [*layers[1:], None]
     tapped: dict[int, Tensor] = {}
-    for i, (layer, cache, next_norm) in enumerate(zip(layers, caches, next_norms, strict=True)):
+    for i, (layer, cache, next_layer) in enumerate(zip(layers, caches, next_layers, strict=True)):
         x = attention_forward(ops, layer.attention, x, rows, rope, cache, eps)
         if output_rows is not None and layer is layers[-1]:  # K and V are stored: other rows end here
             x, residual = x.index_select(0, output_rows), residual.index_select(0, output_rows)
         x = ops.forward.linear(x, layer.attention.out)
-        x, residual = ops.forward.add_rms_norm(x, residual, layer.mlp_norm, eps)
+        x, residual = ops.forward.add_rms_norm_input(x, residual, layer.mlp_norm, eps, layer.mlp.gate_up)
         x = mlp_forward(ops, layer.mlp, x)
-        # Without a next norm only the sum is used, so the weight does not matter.
-        x, residual = ops.forward.add_rms_norm(
-            x, residual, layer.mlp_norm if next_norm is None else next_norm, eps
-        )
+        if next_layer is not None and next_layer.attention_norm is not None:
+            reader = next_layer.attention.qkv
+            x, residual = ops.forward.add_rms_norm_input(x, residual, next_layer.attention_norm, eps, reader)
+        else:  # without a next norm only the sum is used, so the weight does not matter
+            next_norm = norm if next_layer is None else None
+            x, residual = ops.forward.add_rms_norm(
+                x, residual, layer.mlp_norm if next_norm is None else next_norm, eps
+            )
         if i in taps:
             tapped[i] = residual
     return residual if norm is None else x, residual, *(tapped[i] for i in taps)
@@ -79,7 +83,8 @@ def first_layer_input(
     if layer.token_norm is None:
         if layer.attention_norm is None:
             return residual, residual
-        return ops.forward.rms_norm(residual, layer.attention_norm, eps), residual
+        normed = ops.forward.rms_norm_input(residual, layer.attention_norm, eps, layer.attention.qkv)
+        return normed, residual
     assert embedding is not None
     assert layer.attention_norm is not None
     if not layer.residual_is_normed:

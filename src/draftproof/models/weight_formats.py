@@ -149,10 +149,11 @@ def quantize_linears(weights: dict[str, WeightTensor], quantization: str, ops: O
         return
     for name, weight in weights.items():
         if name.endswith(LINEAR_SUFFIX) and isinstance(weight, FloatWeight):
-            if not bool(weight.data.isfinite().all()):
+            matrix = weight.data.to(ops.device)  # a GPU quantises a model in seconds
+            if not bool(matrix.isfinite().all()):
                 raise LoadError(f"{name} has values that are not finite: it cannot be quantised")
             try:
-                weights[name] = quantize(weight.data)
+                weights[name] = quantize(matrix)
             except LoadError as error:
                 raise LoadError(f"{name} cannot be quantised: {error}") from error
 

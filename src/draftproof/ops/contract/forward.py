@@ -98,6 +98,19 @@ class ForwardOps(ABC):
         """Compute `silu_mul` of `linear`: x [R, K], weight [2 I, K] -> [R, I]."""
         return self.silu_mul(self.linear(x, packed))
 
+    # Norms whose result is read by one weight. A backend may return the rows as its kernels for that weight
+    # read them, e.g. quantised; only `linear` and the ops that contain it take such rows. Same bits.
+
+    def rms_norm_input(self, x: Tensor, weight: Tensor, eps: float, reader: Any) -> Any:
+        """Compute `rms_norm` as input of the packed weight `reader`."""
+        return self.rms_norm(x, weight, eps)
+
+    def add_rms_norm_input(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: Any
+    ) -> tuple[Any, Tensor]:
+        """Compute `add_rms_norm` with the norm as input of the packed weight `reader`."""
+        return self.add_rms_norm(x, residual, weight, eps)
+
     def embed_norm_concat(
         self,
         tokens: Tensor,  # [R]

@@ -19,12 +19,16 @@ from draftproof.ops.triton.fused import layers as fused_kernel
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.autotune import create_tuner
 from draftproof.ops.triton.gemm.cublas import Cublas, Mode
-from draftproof.ops.triton.gemm.select import QUANTIZED_GEMMS, Epilogue, GemmSelector, supports_fused
+from draftproof.ops.triton.gemm.select import WEIGHT_FORMATS, Epilogue, GemmSelector, supports_fused
 from draftproof.ops.triton.gemm.tile_cache import initial_tiles
 from draftproof.ops.triton.gemm.tiles import TileTable
 from draftproof.ops.triton.gemm.weight import PackedLinear, check_input, pack, pack_quantized
 from draftproof.ops.triton.kernel_utils import FP32, INTS, LaunchContext, check_rows
+from draftproof.ops.triton.quantized import gemm as quantized
+from draftproof.ops.triton.quantized.rows import QuantizedRows, norm_quantize, prepare_rows
 from draftproof.types import Rows
+
+FP8_CAPABILITY = (8, 9)  # compute capability from which the tensor core multiplies e4m3
 
 
 class TritonForward(ForwardOps):
@@ -36,7 +40,8 @@ class TritonForward(ForwardOps):
 
     fused_rows_limit: ClassVar[int] = 96
     gather_last_layer_from_rows: ClassVar[int] = 1024
-    weight_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_GEMMS)
+    weight_formats: ClassVar[frozenset[str]] = WEIGHT_FORMATS
+    int4_format: ClassVar[str] = "w4a16"
 
     def __init__(self, launch: LaunchContext, cublas: Mode, one_launch: bool) -> None:
         self._launch, self.one_launch = launch, one_launch
@@ -61,11 +66,19 @@ class TritonForward(ForwardOps):
         zeros: Tensor | None = None,
     ) -> PackedLinear:  # fmt: skip
         assert scales is not None
-        return pack_quantized(weight_format, data, scales, bias)
+        if (
+            weight_format.startswith("fp8")
+            and self._launch.cuda
+            and self._launch.chip.capability < FP8_CAPABILITY
+        ):
+            raise ConfigError(f"{self._launch.chip.name} has no fp8 instructions: use quantization='int8'")
+        return pack_quantized(weight_format, data, scales, bias, zeros)
 
-    def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor | QuantizedRows, packed: PackedLinear, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
         x, dtype = check_input(x, packed, out_dtype)
-        out = self._launch.empty((len(x), packed.weight.shape[0]), dtype)
+        out = self._launch.empty((len(x), packed.columns), dtype)
         self.selector.linear(x, packed, out, self._launch.early(x))
         return out
 
@@ -85,6 +98,25 @@ class TritonForward(ForwardOps):
         if len(residual) != len(x):
             raise ConfigError(f"x has {len(x)} rows, residual {len(residual)}")
         return elementwise.add_rms_norm(x, residual, weight, eps, self._launch.early(x))
+
+    def rms_norm_input(
+        self, x: Tensor, weight: Tensor, eps: float, reader: PackedLinear
+    ) -> Tensor | QuantizedRows:
+        if reader.format is None or not reader.quantizes_rows:
+            return self.rms_norm(x, weight, eps)
+        x = kernel_utils.matrix("x", x)
+        weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
+        return norm_quantize(x, None, weight, eps, reader.format, self._launch.early(x))[0]
+
+    def add_rms_norm_input(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: PackedLinear
+    ) -> tuple[Tensor | QuantizedRows, Tensor]:
+        if reader.format is None or not reader.quantizes_rows:
+            return self.add_rms_norm(x, residual, weight, eps)
+        x = kernel_utils.matrix("x", x)
+        residual = kernel_utils.matrix("residual", residual, x.shape[1], (x.dtype,))
+        weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
+        return norm_quantize(x, residual, weight, eps, reader.format, self._launch.early(x))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate_up = kernel_utils.matrix("gate_up", gate_up)
@@ -109,14 +141,17 @@ class TritonForward(ForwardOps):
         has_norms = attention.q_norm is not None or attention.k_norm is not None
         if has_norms or not supports_fused(packed, len(x), epilogue, heads.dim):
             return run_separate()
-        x, _ = check_input(x, packed, None)
+        x, dtype = check_input(x, packed, None)
         rope = kernel_utils.matrix("rope", rope, heads.dim, FP32)
-        check_rows(rows, len(x), heads, cache, x.dtype)
-        if len(packed.weight) != (heads.num_q + 2 * heads.num_kv) * heads.dim:
-            raise ConfigError(f"a weight of {len(packed.weight)} columns for {heads}")
-        out = self._launch.empty((len(x), heads.num_q * heads.dim), x.dtype)
+        check_rows(rows, len(x), heads, cache, dtype)
+        if packed.columns != (heads.num_q + 2 * heads.num_kv) * heads.dim:
+            raise ConfigError(f"a weight of {packed.columns} columns for {heads}")
+        out = self._launch.empty((len(x), heads.num_q * heads.dim), dtype)
         pdl, tile = self._launch.early(x), self.tiles.select("fused", len(x), packed)
         launch = fused.linear_rope_store
+        if packed.format is not None:
+            inputs = prepare_rows(x, packed, pdl)
+            return quantized.linear_rope_store(inputs, packed, rows, heads, rope, cache, out, pdl, tile)
         run_fused = partial(launch, x, packed, rows, heads, rope, cache, out, pdl, tile)
         return self.selector.run_epilogue(packed, x, epilogue, heads.dim, run_fused, run_separate, pdl)
 
@@ -124,9 +159,11 @@ class TritonForward(ForwardOps):
         run_separate, epilogue = partial(super().linear_silu_mul, x, packed), Epilogue.SILU_MUL
         if not supports_fused(packed, len(x), epilogue):
             return run_separate()
-        x, _ = check_input(x, packed, None)
-        out = self._launch.empty((len(x), len(packed.weight) // 2), x.dtype)
+        x, dtype = check_input(x, packed, None)
+        out = self._launch.empty((len(x), packed.columns // 2), dtype)
         pdl, tile = self._launch.early(x), self.tiles.select("fused", len(x), packed)
+        if packed.format is not None:
+            return quantized.linear_silu_mul(prepare_rows(x, packed, pdl), packed, out, pdl, tile)
         run_fused = partial(fused.linear_silu_mul, x, packed, out, pdl, tile)
         return self.selector.run_epilogue(packed, x, epilogue, 0, run_fused, run_separate, pdl)
 

@@ -18,15 +18,26 @@ from torch import Tensor
 from draftproof.ops.triton.compile_ahead import is_compiling
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.tile_cache import cache_file, save_tiles
-from draftproof.ops.triton.gemm.tiles import BF16_TILES, Tile, TileKey, TileTable, default_tile, fused_form
+from draftproof.ops.triton.gemm.tiles import (
+    BF16_TILES,
+    Tile,
+    TileKey,
+    TileTable,
+    default_tile,
+    fused_form,
+    tile_choices,
+)
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import LaunchContext
+from draftproof.ops.triton.quantized import gemm as quantized
+from draftproof.ops.triton.quantized.rows import prepare_rows
 
 MAX_TUNING_SECONDS = 10.0  # of measurements in one warm-up; later shapes keep the defaults
 LAUNCHES = 20  # of one measurement
 MIN_GAIN = 0.03  # share by which a candidate must beat the default
 MAX_WEIGHT_BYTES = 128 << 20  # of weights that a measurement rotates through: more than the L2 cache
 SHARED_MEMORY_BYTES = 200 << 10  # that the pipeline stages of a candidate may use
+ELEMENT_BYTES = {"bf16": (2, 2), "w4a16": (2, 1)}  # of x and of the weight; other formats: 1
 
 # Maximum rows of a bucket -> tiles to measure beside the default tiles of its rows; other buckets: none.
 EXTRA_CANDIDATES: dict[int, tuple[Tile, ...]] = {
@@ -50,12 +61,14 @@ def is_tuning_enabled() -> bool:
 
 def candidate_tiles(key: TileKey) -> list[Tile]:
     """Return the default tile of `key` and the tiles to compare with it."""
-    default = default_tile(key.variant, key.max_rows, key.columns, key.kind == "fp32")
-    found, extra = [default], EXTRA_CANDIDATES.get(key.max_rows, ())
-    for tile in (*BF16_TILES[key.max_rows], *extra) if key.kind == "bf16" and extra else ():
+    found = [default_tile(key.variant, key.max_rows, key.columns, key.kind)]
+    extra = EXTRA_CANDIDATES.get(key.max_rows, ()) if key.kind == "bf16" else ()
+    others = (*BF16_TILES[key.max_rows], *extra) if extra else tile_choices(key.kind, key.max_rows)
+    x_bytes, weight_bytes = ELEMENT_BYTES.get(key.kind, (1, 1))
+    pairs = 2 if key.variant == "fused" else 1
+    for tile in others:
         tile = fused_form(tile) if key.variant == "fused" else tile
-        pairs = 2 if key.variant == "fused" else 1
-        size = (tile.bm + pairs * tile.bn) * tile.bk * tile.stages * 2
+        size = (tile.bm * x_bytes + pairs * tile.bn * weight_bytes) * tile.bk * tile.stages
         if size <= SHARED_MEMORY_BYTES and tile.bk <= key.depth and tile not in found:
             found.append(tile)
     return found
@@ -153,15 +166,21 @@ def create_tuner(launch: LaunchContext, gemm: dense.Gemm) -> TileTuner | None:
 
     def make_call(key: TileKey, packed: PackedLinear, rows: int, tile: Tile) -> Callable[[], Any]:
         columns = key.columns if key.variant == "dense" else key.columns // 2
+        dtype = torch.bfloat16 if packed.format else packed.weight.dtype
         for shape in ((rows, key.depth), (rows, columns)):
             if shape not in buffers:
-                buffers[shape] = torch.randn(shape, device=launch.device).to(packed.weight.dtype)
+                buffers[shape] = torch.randn(shape, device=launch.device).to(dtype)
         x, out = buffers[rows, key.depth], buffers[rows, columns]
         if key.depth == columns:
             out = torch.empty_like(x)
+        early = launch.early(x)
+        if packed.format:
+            inputs = prepare_rows(x, packed, early)
+            run = quantized.linear if key.variant == "dense" else quantized.linear_silu_mul
+            return lambda: run(inputs, packed, out, early, tile)
         if key.variant == "dense":
-            return lambda: gemm(x, packed, out, launch.early(x), tile)
-        return lambda: fused.linear_silu_mul(x, packed, out, launch.early(x), tile)
+            return lambda: gemm(x, packed, out, early, tile)
+        return lambda: fused.linear_silu_mul(x, packed, out, early, tile)
 
     def save(tiles: dict[TileKey, Tile]) -> None:
         buffers.clear()

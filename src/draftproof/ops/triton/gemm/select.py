@@ -13,9 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.triton.gemm import dense, fused, w8a8
+from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.cublas import Cublas
+from draftproof.ops.triton.gemm.tiles import QUANTIZED_TILES
 from draftproof.ops.triton.gemm.weight import PackedLinear, WeightKind
+from draftproof.ops.triton.quantized import gemm as quantized
+from draftproof.ops.triton.quantized.rows import QuantizedRows, prepare_rows
 
 
 class Epilogue(Enum):
@@ -36,29 +39,30 @@ class GemmPath(Enum):
     CUBLAS = "cublas"  # all rows; an epilogue is a separate op
 
 
+MAX_QUANTIZED_ROWS = 1 << 30  # a quantised weight has no library kernel to compare with
 MAX_FUSED_ONLY_ROWS = 64  # up to it a fused kernel is not compared with cuBLAS
 # Formats that the kernels of an epilogue read.
 KINDS: dict[Epilogue, frozenset[WeightKind]] = {
     Epilogue.NONE: frozenset({WeightKind.BF16, WeightKind.FP32, WeightKind.QUANTIZED}),
-    Epilogue.SILU_MUL: frozenset({WeightKind.BF16}),
-    Epilogue.ROPE_STORE: frozenset({WeightKind.BF16}),
+    Epilogue.SILU_MUL: frozenset({WeightKind.BF16, WeightKind.QUANTIZED}),
+    Epilogue.ROPE_STORE: frozenset({WeightKind.BF16, WeightKind.QUANTIZED}),
     Epilogue.SAMPLE: frozenset({WeightKind.BF16}),
     Epilogue.LAYERS: frozenset({WeightKind.BF16}),
 }
 
 
-# Quantised formats: the function (x, packed, out, pdl) that stores x times the weight to `out`.
-QUANTIZED_GEMMS: dict[str, Callable[[Tensor, PackedLinear, Tensor, bool], None]] = {"w8a8": w8a8.linear}
+WEIGHT_FORMATS = frozenset(QUANTIZED_TILES)  # quantised formats that the kernels read
 
 
 def supports_fused(packed: PackedLinear, rows: int, epilogue: Epilogue, head_dim: int = 0) -> bool:
     """Return whether one kernel computes the GEMM together with `epilogue`."""
     if packed.kind not in KINDS[epilogue]:
         return False
+    max_rows = fused.MAX_ROWS if packed.format is None else MAX_QUANTIZED_ROWS
     if epilogue is Epilogue.SILU_MUL:
-        return 0 < rows <= fused.MAX_ROWS and len(packed.weight) % 2 == 0
+        return 0 < rows <= max_rows and packed.columns % 2 == 0
     if epilogue is Epilogue.ROPE_STORE:
-        return 0 < rows <= fused.MAX_ROWS and head_dim % 32 == 0
+        return 0 < rows <= max_rows and head_dim % 32 == 0
     if epilogue is Epilogue.SAMPLE:
         return packed.bias is None
     return True
@@ -80,6 +84,10 @@ class GemmSelector:
         In cuBLAS mode "fast" the paths of an epilogue, `run_fused` and `run_separate`, are measured.
         """
         rows, cublas = len(x), self.cublas
+        if packed.format is not None:
+            return (
+                GemmPath.TRITON_FUSED if supports_fused(packed, rows, epilogue, head_dim) else GemmPath.TRITON
+            )
         if packed.kind not in KINDS[Epilogue.NONE]:
             raise ConfigError(f"no GEMM kernel reads a weight of format {packed.kind}")
         if epilogue is Epilogue.NONE or not supports_fused(packed, rows, epilogue, head_dim):
@@ -100,13 +108,14 @@ class GemmSelector:
         path = self.select_gemm(packed, x, epilogue, head_dim, run_fused, run_separate, pdl)
         return run_separate() if path is GemmPath.CUBLAS else run_fused()
 
-    def linear(self, x: Tensor, packed: PackedLinear, out: Tensor, pdl: bool) -> None:
+    def linear(self, x: Tensor | QuantizedRows, packed: PackedLinear, out: Tensor, pdl: bool) -> None:
         """Compute out [M, N] = x [M, K] times the weight: leading rows by cuBLAS, the others by Triton."""
-        self.select_gemm(packed, x)
-        if packed.format is not None:
+        if packed.format is not None or isinstance(x, QuantizedRows):
             if len(x):
-                QUANTIZED_GEMMS[packed.format](x, packed, out, pdl)
+                tile = self.gemm.tiles.select("dense", len(x), packed)
+                quantized.linear(prepare_rows(x, packed, pdl), packed, out, pdl, tile)
             return
+        self.select_gemm(packed, x)
         done = self.cublas.leading_rows(x, packed, out, pdl)
         if done < len(x):
             self.gemm(x[done:], packed, out[done:], pdl)

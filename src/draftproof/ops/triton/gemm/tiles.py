@@ -35,7 +35,7 @@ class TileKey(NamedTuple):
     variant: Variant
     columns: int
     depth: int
-    kind: str  # value of a WeightKind
+    kind: str  # `PackedLinear.kind_name`
     max_rows: int  # of the bucket
 
 
@@ -59,16 +59,69 @@ FP32_TILES = {
 }
 
 
+# Tiles of quantised weights: maximum rows -> the default, then tiles to measure. e4m3 tiles have at least 64
+# rows, so that one tensor core instruction serves every number of rows, and the depth of a chunk. The depth
+# of a step of 4-bit weights is that of their layout.
+QUANTIZED_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
+    "w8a8": {
+        16: (
+            Tile(16, 32, 512, 4, 4, True), Tile(16, 32, 256, 4, 5, True), Tile(16, 64, 256, 4, 4, True),
+            Tile(16, 16, 512, 4, 5, True), Tile(16, 64, 128, 4, 5), Tile(16, 32, 128, 2, 8),
+        ),
+        32: (Tile(32, 32, 256, 4, 5, True), Tile(32, 64, 256, 4, 4, True), Tile(32, 64, 128, 4, 5)),
+        64: (
+            Tile(64, 32, 256, 4, 5, True), Tile(64, 64, 128, 4, 5, True), Tile(64, 64, 256, 4, 4),
+            Tile(64, 128, 128, 4, 5),
+        ),
+        128: (
+            Tile(64, 64, 128, 4, 5), Tile(128, 64, 128, 4, 5), Tile(128, 128, 128, 8, 4),
+            Tile(64, 128, 128, 4, 4),
+        ),
+        256: (Tile(128, 128, 128, 8, 4), Tile(128, 64, 128, 4, 5), Tile(64, 128, 128, 4, 4)),
+        512: (Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 3), Tile(128, 64, 128, 4, 5)),
+        ANY_ROWS: (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 4)),
+    },
+    "fp8": {
+        64: (
+            Tile(64, 32, 128, 4, 7, True), Tile(64, 64, 128, 4, 6, True), Tile(64, 16, 128, 4, 8, True),
+            Tile(64, 128, 128, 4, 4),
+        ),
+        128: (Tile(64, 64, 128, 4, 6), Tile(128, 64, 128, 4, 5), Tile(128, 128, 128, 8, 4)),
+        512: (Tile(128, 128, 128, 8, 4), Tile(128, 64, 128, 4, 5), Tile(64, 128, 128, 4, 4)),
+        ANY_ROWS: (Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 3)),
+    },
+    "w4a16": {
+        16: (
+            Tile(16, 32, 256, 4, 4, True), Tile(16, 64, 256, 4, 4, True), Tile(16, 16, 256, 4, 5, True),
+            Tile(16, 32, 256, 2, 5), Tile(16, 64, 256, 8, 3),
+        ),
+        32: (Tile(32, 32, 256, 4, 4, True), Tile(32, 64, 256, 4, 3)),
+        64: (Tile(64, 64, 256, 4, 3), Tile(64, 32, 256, 4, 3)),
+        ANY_ROWS: (Tile(64, 128, 256, 8, 2), Tile(64, 64, 256, 4, 3)),
+    },
+}  # fmt: skip
+QUANTIZED_TILES["fp8_block"] = QUANTIZED_TILES["fp8"]
+
+
 def row_bucket(rows: int) -> int:
     """Return the maximum number of rows of the bucket of `rows`."""
     return next(limit for limit in ROW_BUCKETS if rows <= limit)
 
 
-def default_tile(variant: Variant, rows: int, columns: int, is_fp32: bool) -> Tile:
+def tile_choices(kind: str, max_rows: int) -> tuple[Tile, ...]:
+    """Return the tiles of a quantised format for up to `max_rows` rows, the default first; others: none."""
+    by_rows = QUANTIZED_TILES.get(kind, {ANY_ROWS: ()})
+    return next(found for limit, found in by_rows.items() if max_rows <= limit)
+
+
+def default_tile(variant: Variant, rows: int, columns: int, kind: str) -> Tile:
     """Return the tile by size classes for `rows` rows of a weight with `columns` rows."""
-    by_rows = FP32_TILES if is_fp32 else BF16_TILES
-    choices = next(found for limit, found in by_rows.items() if rows <= limit)
-    tile = next(tile for limit, tile in zip(MAX_COLUMNS, choices, strict=True) if columns <= limit)
+    if kind in QUANTIZED_TILES:
+        tile = tile_choices(kind, rows)[0]
+    else:
+        by_rows = FP32_TILES if kind == "fp32" else BF16_TILES
+        choices = next(found for limit, found in by_rows.items() if rows <= limit)
+        tile = next(tile for limit, tile in zip(MAX_COLUMNS, choices, strict=True) if columns <= limit)
     return tile if variant == "dense" else fused_form(tile)
 
 
@@ -89,9 +142,8 @@ class TileTable:
 
     def select(self, variant: Variant, rows: int, packed: PackedLinear) -> Tile:
         """Return the tile for `rows` rows of `packed`."""
-        columns, depth = packed.weight.shape
-        assert packed.kind is not None
-        key = TileKey(variant, columns, depth, packed.kind.value, row_bucket(rows))
+        columns, kind = packed.columns, packed.kind_name
+        key = TileKey(variant, columns, packed.depth, kind, row_bucket(rows))
         found = self.measured.get(key)
         if found is None and variant == "fused":  # half of the dense tile where only that was measured
             dense = self.measured.get(key._replace(variant="dense"))
@@ -99,5 +151,5 @@ class TileTable:
         if found is None:
             if self.on_miss is not None:
                 self.on_miss(key, packed, rows)
-            found = default_tile(variant, rows, columns, packed.kind.value == "fp32")
+            found = default_tile(variant, rows, columns, kind)
         return found

@@ -1,0 +1,1 @@
+"""GEMM with quantised weights, and rows of activations quantised for it."""

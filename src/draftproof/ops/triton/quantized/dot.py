@@ -1,0 +1,157 @@
+"""Products of rows with quantised weights, one function per weight format, in a fixed order of K.
+
+Tiles, warps, stages and the number of rows change no bit: int8 products are summed in int32; e4m3 products
+in chunks of 128 by the tensor core, and chunks in fp32 by ascending K; 4-bit weights become bf16, and their
+products are summed as in `gemm/dense.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from draftproof.ops.triton.kernel_utils import pdl_wait_mask
+
+UNPACK = tl.constexpr(
+    """
+    {
+    .reg .b32 low, high;
+    and.b32 low, $4, 0x0F0F0F0F;
+    shr.u32 high, $4, 4;
+    and.b32 high, high, 0x0F0F0F0F;
+    prmt.b32 $0, low, 0x43434343, 0x4140;
+    prmt.b32 $1, low, 0x43434343, 0x4342;
+    prmt.b32 $2, high, 0x43434343, 0x4140;
+    prmt.b32 $3, high, 0x43434343, 0x4342;
+    }
+    """
+)
+BIAS = tl.constexpr(128.0)  # of an unpacked integer: byte 0x43 above the integer is the bf16 number 128 + it
+
+
+@triton.jit
+def load_x(x_at, k, row_ok, rk, K, EVEN_K: tl.constexpr, PDL_WAIT: tl.constexpr):
+    """Load a tile of rows [BM, BK] at depth k; PDL_WAIT: wait for the previous kernel first."""
+    mask = row_ok[:, None] & pdl_wait_mask(k, PDL_WAIT)
+    if not EVEN_K:
+        mask = mask & (k + rk < K)[None, :]
+    return tl.load(x_at + k, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_w(w_at, k, col_ok, rk, K, EVEN_K: tl.constexpr):
+    """Load a tile of the weight [BK, BN] at depth k."""
+    mask = col_ok[None, :]
+    if not EVEN_K:
+        mask = mask & (k + rk < K)[:, None]
+    return tl.load(w_at + k, mask=mask, other=0.0)
+
+
+@triton.jit
+def dot_w8a8(
+    x, w, rm, wn, row_ok, col_ok, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL_WAIT: tl.constexpr,
+):  # fmt: skip
+    """Return the integer sums [BM, BN] in fp32."""
+    rk = tl.arange(0, BK)
+    x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
+    w_at = w + wn.to(tl.int64)[None, :] * K + rk[:, None]
+    total = tl.zeros((BM, BN), tl.int32)
+    for k in range(0, K, BK):
+        b = load_w(w_at, k, col_ok, rk, K, EVEN_K)
+        a = load_x(x_at, k, row_ok, rk, K, EVEN_K, PDL_WAIT)
+        total = tl.dot(a, b, total, out_dtype=tl.int32)
+    return total.to(tl.float32)
+
+
+@triton.jit
+def dot_fp8(
+    x, w, row_scales, scales, rm, wn, row_ok, col_ok, N, K, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BLOCK_ROWS: tl.constexpr, EVEN_K: tl.constexpr, PDL_WAIT: tl.constexpr,
+):  # fmt: skip
+    """Return the sums [BM, BN] over chunks of BK; with BLOCK_ROWS each chunk is scaled before it is added.
+
+    BLOCK_ROWS: output rows that share a scale in scales [K / BK, N / BLOCK_ROWS]; row_scales [M, K / BK].
+    """
+    rk = tl.arange(0, BK)
+    chunks = tl.cdiv(K, BK)
+    x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
+    w_at = w + wn.to(tl.int64)[None, :] * K + rk[:, None]
+    total = tl.zeros((BM, BN), tl.float32)
+    for chunk in range(chunks):
+        k = chunk * BK
+        b = load_w(w_at, k, col_ok, rk, K, EVEN_K)
+        a = load_x(x_at, k, row_ok, rk, K, EVEN_K, PDL_WAIT)
+        part = tl.dot(a, b, out_dtype=tl.float32)
+        if BLOCK_ROWS:
+            width = tl.cdiv(N, BLOCK_ROWS)
+            part = part * tl.load(scales + chunk * width + wn // BLOCK_ROWS, mask=col_ok, other=0.0)[None, :]
+            at = row_scales + rm.to(tl.int64) * chunks + chunk
+            ready = row_ok & pdl_wait_mask(k, PDL_WAIT)
+            part = part * tl.load(at, mask=ready, other=0.0)[:, None]
+        total = total + part
+    return total
+
+
+@triton.jit
+def group_values(pointer, k, rk, wn, col_ok, N, GROUP: tl.constexpr, SHARED: tl.constexpr):
+    """Load values [K / GROUP, N] of the groups of k + rk: [1, BN] if SHARED by all, else [HALF, BN]."""
+    if SHARED:
+        values = tl.load(pointer + (k // GROUP) * N + wn, mask=col_ok, other=0)[None, :]
+    else:
+        at = ((k + rk) // GROUP)[:, None] * N + wn[None, :]
+        values = tl.load(pointer + at, mask=col_ok[None, :], other=0)
+    return values
+
+
+@triton.jit
+def dequantized(
+    integers, scales, zeros, k, rk, wn, col_ok, N, dtype: tl.constexpr, ZERO: tl.constexpr,
+    GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, PACKED_MATH: tl.constexpr,
+):  # fmt: skip
+    """Return scale * (integer - zero point) of integers [HALF, BN], rounded to bf16, in `dtype`."""
+    scale = group_values(scales, k, rk, wn, col_ok, N, GROUP, SHARED)
+    if HAS_ZEROS:
+        zero = group_values(zeros, k, rk, wn, col_ok, N, GROUP, SHARED).to(tl.float32)
+    else:
+        zero = tl.full((1, 1), ZERO, tl.float32)
+    if PACKED_MATH:  # integers are 128 + integer in bf16; every step is exact until the product is rounded
+        value = (integers - (zero + BIAS).to(tl.bfloat16)) * scale
+    else:
+        value = ((integers.to(tl.float32) - zero) * scale.to(tl.float32)).to(tl.bfloat16).to(dtype)
+    return value
+
+
+@triton.jit
+def dot_w4a16(
+    x, w, scales, zeros, rm, wn, row_ok, col_ok, N, K, BM: tl.constexpr, BN: tl.constexpr,
+    HALF: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, PACKED_MATH: tl.constexpr, EVEN_K: tl.constexpr, PDL_WAIT: tl.constexpr,
+):  # fmt: skip
+    """Return the sums [BM, BN]; byte j of a piece of HALF bytes holds the elements j and HALF + j."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    rk = tl.arange(0, HALF)
+    bytes_per_row = tl.cdiv(K, 2 * HALF) * HALF
+    x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
+    w_at = w + wn.to(tl.int64)[None, :] * bytes_per_row + rk[:, None]
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, 2 * HALF):
+        pair = tl.load(w_at + k // 2, mask=col_ok[None, :], other=0)
+        a = load_x(x_at, k, row_ok, rk, K, EVEN_K, PDL_WAIT)
+        c = load_x(x_at, k + HALF, row_ok, rk, K, EVEN_K, PDL_WAIT)
+        if PACKED_MATH:
+            low, high = tl.inline_asm_elementwise(
+                UNPACK, "=r,=r,=r,=r,r", [pair], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            low, high = pair & 15, pair >> 4
+        b = dequantized(
+            low, scales, zeros, k, rk, wn, col_ok, N, dtype, ZERO, GROUP, SHARED, HAS_ZEROS, PACKED_MATH
+        )  # fmt: skip
+        total = tl.dot(a, b, total, input_precision="ieee")
+        d = dequantized(
+            high, scales, zeros, k + HALF, rk, wn, col_ok, N, dtype, ZERO, GROUP, SHARED, HAS_ZEROS,
+            PACKED_MATH,
+        )  # fmt: skip
+        total = tl.dot(c, d, total, input_precision="ieee")
+    return total
