@@ -17,6 +17,7 @@ from cpu_cases import CPU, KINDS, PAGE, close, make, poison, rand, same
 from draftproof.ops.cpu.backend import CpuOps
 from draftproof.ops.cpu.gemm import blocks, w8a8
 from draftproof.ops.cpu.gemm.block_dot import BlockLayout
+from draftproof.ops.cpu.gemm.byte_dot import NeonDot, WideDot, select_dot
 from draftproof.ops.cpu.jit import amx
 from draftproof.ops.cpu.jit.compile import _closure_key
 from opcheck import Paged
@@ -197,17 +198,23 @@ def test_quantized_linear_without_the_dot_product_instruction_has_the_same_bits(
     ops, dtype = make("bf16")
     random = torch.Generator().manual_seed(1)
     data = torch.randint(low, low + 16, (97, 64), generator=random, dtype=torch.int8)
-    x = rand(5, 64, dtype=dtype, seed=2)
-    rows = ops.forward.pack_quantized("w8a8", data, rand(97).abs(), None)
-    groups = ops.forward.pack_quantized("blocks", data, rand(97, 2, 2), None)
-    found = [ops.forward.linear(x, packed) for packed in (rows, groups)]
-    monkeypatch.setattr(w8a8, "LINEAR", [w8a8.make_linear(bf16, dot_product=False) for bf16 in (False, True)])
-    monkeypatch.setattr(blocks, "has_dot_product", lambda: False)
-    assert all(same(ops.forward.linear(x, p), y) for p, y in zip((rows, groups), found, strict=True))
+    x = rand(13, 64, dtype=dtype, seed=2)
+    scales, factors = rand(97).abs(), rand(97, 2, 2)
+    found = []
+    for dot in (select_dot(), WideDot()):
+        for form in (w8a8, blocks):
+            monkeypatch.setattr(form, "select_dot", lambda dot=dot: dot)
+        rows = ops.forward.pack_quantized("w8a8", data, scales, None)
+        groups = ops.forward.pack_quantized("blocks", data, factors, None)
+        found.append([ops.forward.linear(x, packed) for packed in (rows, groups)])
+    assert all(same(*pair) for pair in zip(*found, strict=True))
 
 
 def test_kernels_of_all_block_layouts_have_keys_of_their_own() -> None:
     switch = (False, True)
-    layouts = [BlockLayout(*values) for values in product(switch, (16, 32), switch, switch)]
-    made = [blocks.make_linear(*values) for values in product(layouts, switch, switch)]
+    dots = NeonDot(), WideDot()
+    made = [
+        blocks.make_linear(BlockLayout(*values, dot.width), out_bf16, dot)
+        for *values, dot, out_bf16 in product(switch, (16, 32), switch, switch, dots, switch)
+    ]
     assert len({_closure_key(kernel.fn) for kernel in made}) == len(made) == 64

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.ops.cpu.gemm.block_dot import BLOCK, BlockLayout, panel_blocks
-from draftproof.ops.cpu.gemm.byte_dot import COLUMNS, MAX_ROWS, has_dot_product
+from draftproof.ops.cpu.gemm.block_dot import BLOCK, BlockLayout, strip_blocks
+from draftproof.ops.cpu.gemm.byte_dot import TILE_ROWS, UNIT_COLUMNS, Dot, select_dot, tile_index
 from draftproof.ops.cpu.gemm.fma import ROW_CHUNK, finish, unit_rows
 from draftproof.ops.cpu.gemm.weight_format import PackedWeight, QuantizedFormat
 from draftproof.ops.cpu.jit import simd as v
@@ -25,30 +25,29 @@ _ZERO = np.float32(0.0)
 
 
 def pack_blocks(data: Tensor, scales: Tensor) -> PackedWeight:
-    """Pack int8 [N, K] with scales [N, K / group, 2] fp32 (scale, minimum) into panels of 32 columns."""
-    (columns, depth), groups = data.shape, scales.shape[1]
+    """Pack int8 [N, K] with scales [N, K / group, 2] fp32 (scale, minimum) into strips of columns."""
+    (columns, depth), groups, width = data.shape, scales.shape[1], select_dot().width
     layout = BlockLayout(
         is_4bit=bool(data.min() >= 0) and bool(data.max() < 16),
         group=depth // groups,
         has_min=bool(scales[..., 1].any()),
         is_fp16=torch.equal(scales.half().float(), scales),
+        columns=width,
     )
-    panels, blocks = -(-columns // COLUMNS), depth // BLOCK
-    integers = torch.zeros(panels * COLUMNS, depth, dtype=torch.uint8)
+    padded, blocks = -(-columns // UNIT_COLUMNS) * UNIT_COLUMNS, depth // BLOCK
+    integers = torch.zeros(padded, depth, dtype=torch.uint8)
     integers[:columns] = data.view(torch.uint8)
-    # [panels, blocks, steps, columns, 4]
-    integers = integers.view(panels, COLUMNS, blocks, BLOCK // 4, 4).permute(0, 2, 3, 1, 4)
+    # [strips, blocks, steps, columns, 4]
+    integers = integers.view(-1, width, blocks, BLOCK // 4, 4).permute(0, 2, 3, 1, 4)
     if layout.is_4bit:
         low, high = integers.chunk(2, 2)
         integers = low | (high << 4)
     kept = scales if layout.has_min else scales[..., :1]
-    padded = torch.zeros(
-        panels * COLUMNS, *kept.shape[1:], dtype=torch.float16 if layout.is_fp16 else kept.dtype
-    )
-    padded[:columns] = kept
-    # [panels, blocks, scale or minimum, groups of a block, columns]
-    factors = padded.view(panels, COLUMNS, blocks, layout.num_groups, -1).permute(0, 2, 4, 3, 1)
-    parts = [factors.contiguous().view(torch.uint8).flatten(2), integers.reshape(panels, blocks, -1)]
+    factors = torch.zeros(padded, *kept.shape[1:], dtype=torch.float16 if layout.is_fp16 else kept.dtype)
+    factors[:columns] = kept
+    # [strips, blocks, scale or minimum, groups of a block, columns]
+    factors = factors.view(-1, width, blocks, layout.num_groups, kept.shape[2]).permute(0, 2, 4, 3, 1)
+    parts = [factors.contiguous().view(torch.uint8).flatten(2), integers.flatten(2)]
     return PackedWeight(torch.cat(parts, 2).contiguous(), depth, layout=layout)
 
 
@@ -63,8 +62,10 @@ def quantize_blocks(layout_floats: int, bf16: bool) -> Kernel:
         out, floats, x, depth = load_i64(args), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24)
         blocks = depth // BLOCK
         begin, end = share(rows * blocks, thread, threads)
-        for block in range(begin, end):
-            line, to = x + block * BLOCK * size, out + block * BLOCK
+        for unit in range(begin, end):
+            row = unit // blocks
+            line, block = x + unit * BLOCK * size, tile_index(row, rows, unit - row * blocks, blocks)
+            to = out + block * BLOCK
             first, second = v.tload(line, 0, 16, bf16), v.tload(line, 16, 16, bf16)
             zero = v.splat(_ZERO)
             top = v.maximum(v.maximum(first, v.sub(zero, first)), v.maximum(second, v.sub(zero, second)))
@@ -87,10 +88,10 @@ def quantize_blocks(layout_floats: int, bf16: bool) -> Kernel:
 
 
 @cache
-def make_linear(layout: BlockLayout, out_bf16: bool, dot_product: bool) -> Kernel:
-    """Return the kernel of a layout and an output dtype; `dot_product`: with the NEON instruction."""
-    one, two = panel_blocks(layout, 1, dot_product), panel_blocks(layout, 2, dot_product)
-    block_bytes, floats = layout.block_bytes, layout.row_floats
+def make_linear(layout: BlockLayout, out_bf16: bool, dot: Dot) -> Kernel:
+    """Return the kernel of a layout and an output dtype."""
+    multiply = strip_blocks(layout, dot)
+    block_bytes, floats, width = layout.block_bytes, layout.row_floats, layout.columns
 
     @kernel
     def linear_blocks(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -99,23 +100,20 @@ def make_linear(layout: BlockLayout, out_bf16: bool, dot_product: bool) -> Kerne
         weight, bias, columns = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
         depth = load_i64(args + 48)
         blocks = depth // BLOCK
-        stride = 4 * floats * blocks
-        panels = (columns + COLUMNS - 1) // COLUMNS
         chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
-        begin, end = share(panels * chunks, thread, threads)
+        begin, end = share((columns + UNIT_COLUMNS - 1) // UNIT_COLUMNS * chunks, thread, threads)
         for unit in range(begin, end):
             panel, first, last = unit_rows(unit, chunks, rows)
-            w = weight + panel * blocks * block_bytes
-            for row in range(first, last, MAX_ROWS):
-                count = min(MAX_ROWS, last - row)
-                a, f = x + row * depth, row_floats + row * stride
-                if count == 1:
-                    one(a, depth, f, stride, w, scratch, 4 * COLUMNS, blocks)
-                else:
-                    two(a, depth, f, stride, w, scratch, 4 * COLUMNS, blocks)
+            column = panel * UNIT_COLUMNS
+            for row in range(first, last, TILE_ROWS):
+                count = min(TILE_ROWS, last - row)
+                a, f = x + row * depth, row_floats + row * 4 * floats * blocks
+                for j in range(0, UNIT_COLUMNS, width):
+                    w = weight + (column + j) // width * blocks * block_bytes
+                    multiply(count, a, f, w, scratch + 4 * j, blocks)
                 for i in range(count):
-                    line, column = scratch + 4 * i * COLUMNS, panel * COLUMNS
-                    finish(line, out, bias, row + i, column, columns, COLUMNS, False, out_bf16)
+                    line = scratch + 4 * i * UNIT_COLUMNS
+                    finish(line, out, bias, row + i, column, columns, UNIT_COLUMNS, False, out_bf16)
 
     return linear_blocks
 
@@ -125,5 +123,5 @@ FORMAT = QuantizedFormat(
     quantize_rows=lambda packed, dtype: quantize_blocks(packed.layout.row_floats, dtype == torch.bfloat16),
     row_bytes=lambda packed: packed.depth,
     row_floats=lambda packed: packed.depth // BLOCK * packed.layout.row_floats,
-    kernel=lambda packed, out_bf16: make_linear(packed.layout, out_bf16, has_dot_product()),
+    kernel=lambda packed, out_bf16: make_linear(packed.layout, out_bf16, select_dot()),
 )

@@ -1,26 +1,73 @@
-"""Dot products of int8 rows: C [rows, 32] int32 = A [rows, 4 steps] x B [steps, 32, 4].
+"""Dot products of int8 rows: C [rows, columns] int32 = A [rows, 4 steps] x B [steps, columns, 4].
 
 The sums are integers, so their order and the instructions that compute them do not affect the result.
+Columns are stored in strips, as many as one vector of sums has lanes. Rows are stored in tiles of up to
+`TILE_ROWS`: chunk of K by chunk, and row by row inside a chunk, so that a loop reads both in order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from llvmlite import binding, ir
 from numba.core import cgutils
 
-from draftproof.ops.cpu.jit.compile import I8, I16, I32, I64, PTR, device, emit_prefetch, i64, llvm, op, void
+from draftproof.ops.cpu.jit.compile import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    PTR,
+    device,
+    emit_prefetch,
+    i64,
+    llvm,
+    op,
+    void,
+)
 from draftproof.ops.cpu.jit.simd import load_value
 
-COLUMNS = 32  # columns per panel
+UNIT_COLUMNS = 16  # columns of a unit of work: whole strips
 GROUP = 4  # consecutive k of a column, multiplied by one instruction
-STEP_BYTES = COLUMNS * GROUP
-MAX_ROWS = 2  # rows that share a pass over the weights: more exceed the registers of NEON
+CHUNK = 16  # k of a row that are stored together in a tile of int8 rows
+TILE_ROWS = 8  # rows that share a pass over the weights
 PREFETCH_BYTES = 2048  # ahead in B
 # LLVM reports no feature for some of these, but selects their instructions by name
 DOT_PRODUCT_CPUS = ("neoverse-", "apple-m", "ampere1", "cortex-a76", "cortex-a78", "cortex-x")
+
+
+@device
+def tile_index(row: int, rows: int, chunk: int, chunks: int) -> int:
+    """Return the index of a chunk of a row, counted in chunks, among `rows` rows stored in tiles."""
+    first = row // TILE_ROWS * TILE_ROWS
+    return first * chunks + chunk * min(TILE_ROWS, rows - first) + row - first
+
+
+class Dot(Protocol):
+    """Emission of dot products by the instructions of a machine."""
+
+    name: str
+    width: int  # columns of a vector of sums
+    sums: ir.VectorType
+    products: ir.VectorType  # bytes of one step
+
+    def weights(self, builder: Any, products: Any) -> Any:
+        """Emit the operand of `add` for the bytes of one step."""
+
+    def row(self, builder: Any, addr: Any, steps: int) -> list[Any]:
+        """Emit the operands of `add` for so many steps of a row."""
+
+    def add(self, builder: Any, total: Any, weights: Any, row: Any) -> Any:
+        """Emit sums plus products."""
+
+    def small_zero(self) -> ir.Constant:
+        """Return the start of sums for `small_to_float`."""
+
+    def small_to_float(self, builder: Any, total: Any) -> Any:
+        """Emit sums that started at `small_zero` and are below 2^22 in magnitude as fp32."""
 
 
 @cache
@@ -32,17 +79,26 @@ def has_dot_product() -> bool:
     return known or bool(binding.get_host_cpu_features().get("dotprod"))
 
 
-class _NeonDot:
-    """Emission of sums in vectors of 4 columns, by the instruction `sdot`."""
+class NeonDot:
+    """Emission of sums in vectors of 4 columns, by the instruction `sdot` with a lane of a row."""
 
+    name, width = "neon", 4
     sums, products = ir.VectorType(I32, 4), ir.VectorType(I8, 16)
-    width = 4
+    # 1.5 * 2^23 as fp32: integers added to its bits are units of the float. The instruction that converts
+    # integers costs as much as four others.
+    _offset_bits, _offset = 0x4B400000, 12582912.0
 
     def weights(self, builder: Any, products: Any) -> Any:
         return products
 
-    def row(self, builder: Any, word: Any) -> Any:
-        return builder.bitcast(splat(builder, word, self.sums), self.products)
+    def row(self, builder: Any, addr: Any, steps: int) -> list[Any]:
+        undefined, found = ir.Constant(self.sums, ir.Undefined), []
+        for step in range(steps):
+            if step % 4 == 0:
+                words = load_value(builder, builder.add(addr, I64(GROUP * step)), self.sums)
+            lane = ir.Constant(self.sums, [step % 4] * 4)
+            found.append(builder.bitcast(builder.shuffle_vector(words, undefined, lane), self.products))
+        return found
 
     def add(self, builder: Any, total: Any, weights: Any, row: Any) -> Any:
         name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
@@ -50,16 +106,23 @@ class _NeonDot:
             builder, [total, weights, row]
         )
 
+    def small_zero(self) -> ir.Constant:
+        return ir.Constant(self.sums, [self._offset_bits] * 4)
 
-class _WideDot:
+    def small_to_float(self, builder: Any, total: Any) -> Any:
+        floats = ir.VectorType(F32, 4)
+        return builder.fsub(builder.bitcast(total, floats), ir.Constant(floats, [self._offset] * 4))
+
+
+class WideDot:
     """Emission of sums in vectors of 16 columns, by products of 16-bit integers added in pairs.
 
     Bytes 0 and 2 of each column, then 1 and 3, become 16-bit integers. LLVM selects `vpmaddwd` for the
     products on x86.
     """
 
+    name, width = "wide", 16
     sums, products, halves = ir.VectorType(I32, 16), ir.VectorType(I8, 64), ir.VectorType(I16, 32)
-    width = 16
 
     def _split(self, builder: Any, halves: Any) -> tuple[Any, Any]:
         eight = ir.Constant(self.halves, [8] * 32)
@@ -68,8 +131,13 @@ class _WideDot:
     def weights(self, builder: Any, products: Any) -> Any:
         return self._split(builder, builder.bitcast(products, self.halves))
 
-    def row(self, builder: Any, word: Any) -> Any:
-        return self._split(builder, builder.bitcast(splat(builder, word, self.sums), self.halves))
+    def row(self, builder: Any, addr: Any, steps: int) -> list[Any]:
+        found = []
+        for step in range(steps):
+            where = builder.inttoptr(builder.add(addr, I64(GROUP * step)), PTR)
+            word = splat(builder, builder.load(where, typ=I32, align=1), self.sums)
+            found.append(self._split(builder, builder.bitcast(word, self.halves)))
+        return found
 
     def add(self, builder: Any, total: Any, weights: Any, row: Any) -> Any:
         wide = ir.VectorType(I32, 32)
@@ -86,6 +154,18 @@ class _WideDot:
             total = builder.add(total, builder.add(*parts))
         return total
 
+    def small_zero(self) -> ir.Constant:
+        return ir.Constant(self.sums, [0] * 16)
+
+    def small_to_float(self, builder: Any, total: Any) -> Any:
+        return builder.sitofp(total, ir.VectorType(F32, 16))
+
+
+@cache
+def select_dot() -> Dot:
+    """Return the dot products of this machine."""
+    return NeonDot() if has_dot_product() else WideDot()
+
 
 def splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
     """Emit a scalar in every lane of a vector type."""
@@ -95,60 +175,67 @@ def splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
     return builder.shuffle_vector(one, undefined, zeros)
 
 
-def select_dot(dot_product: bool) -> Any:
-    """Return the emission of dot products; `dot_product`: with the NEON instruction."""
-    return _NeonDot() if dot_product else _WideDot()
+def emit_prefetches(builder: Any, addr: Any, size: int) -> None:
+    """Emit prefetches of the weights that follow `size` bytes at an address."""
+    for line in range(0, size, 64):
+        emit_prefetch(builder, builder.inttoptr(builder.add(addr, I64(PREFETCH_BYTES + line)), PTR))
 
 
-def load_word(builder: Any, addr: Any) -> Any:
-    """Emit the load of four int8."""
-    return builder.load(builder.inttoptr(addr, PTR), typ=I32, align=1)
+def emit_row_counts(builder: Any, rows: Any, emit: Callable[[int], None]) -> None:
+    """Emit a branch to code of its own for each number of rows of a tile."""
+    done = builder.append_basic_block("done")
+    switch = builder.switch(rows, done)
+    for count in range(1, TILE_ROWS + 1):
+        case = builder.append_basic_block(f"rows_{count}")
+        switch.add_case(I64(count), case)
+        builder.position_at_end(case)
+        emit(count)
+        builder.branch(done)
+    builder.position_at_end(done)
 
 
-def _panel_of(rows: int, dot: Any) -> Any:
-    """Return an intrinsic (a, a_stride, b, c, c_stride, steps) for a fixed number of rows."""
-    vectors = COLUMNS // dot.width
+def emit_chains(builder: Any, rows: int, vector: Any, steps: Any, c: Any, body: Callable[..., Any]) -> None:
+    """Emit c [rows, UNIT_COLUMNS] = sums over `steps`; `body(index, totals)` emits one step."""
+    slots = [cgutils.alloca_once(builder, vector) for _ in range(rows)]
+    for slot in slots:
+        builder.store(ir.Constant(vector, None), slot)
+    with cgutils.for_range(builder, steps, intp=I64) as loop:
+        totals = body(loop.index, [builder.load(slot, typ=vector) for slot in slots])
+        for slot, total in zip(slots, totals, strict=True):
+            builder.store(total, slot)
+    for row, slot in enumerate(slots):
+        where = builder.inttoptr(builder.add(c, I64(4 * UNIT_COLUMNS * row)), PTR)
+        builder.store(builder.load(slot, typ=vector), where, align=1)
+
+
+def strip_bytes(dot: Dot) -> Any:
+    """Return an intrinsic (rows, a, b, c, chunks): c [rows, UNIT_COLUMNS] of a tile and a strip."""
+    step_bytes = GROUP * dot.width
 
     def build(builder: Any, args: Any) -> None:
-        a, a_stride, b, c, c_stride, steps = args
-        slots = []
-        for _ in range(rows * vectors):
-            slots.append(cgutils.alloca_once(builder, dot.sums))
-            builder.store(ir.Constant(dot.sums, [0] * dot.width), slots[-1])
-        with cgutils.for_range(builder, steps, intp=I64) as loop:
-            b_step = builder.add(b, builder.mul(I64(STEP_BYTES), loop.index))
-            a_step = builder.add(a, builder.mul(I64(GROUP), loop.index))
-            for line in range(0, STEP_BYTES, 64):
-                emit_prefetch(builder, builder.inttoptr(builder.add(b_step, I64(PREFETCH_BYTES + line)), PTR))
-            a_rows = [builder.add(a_step, builder.mul(a_stride, I64(row))) for row in range(rows)]
-            values = [dot.row(builder, load_word(builder, addr)) for addr in a_rows]
-            for vector in range(vectors):
-                at = builder.add(b_step, I64(GROUP * dot.width * vector))
-                weights = dot.weights(builder, load_value(builder, at, dot.products))
-                for row in range(rows):
-                    slot = slots[row * vectors + vector]
-                    total = builder.load(slot, typ=dot.sums)
-                    builder.store(dot.add(builder, total, weights, values[row]), slot)
-        for i, slot in enumerate(slots):
-            row, vector = divmod(i, vectors)
-            base = builder.add(c, builder.mul(c_stride, I64(row)))
-            where = builder.inttoptr(builder.add(base, I64(4 * dot.width * vector)), PTR)
-            builder.store(builder.load(slot, typ=dot.sums), where, align=1)
+        rows, a, b, c, chunks = args
 
-    return op(void, [i64] * 6, build, f"byte_panel_{dot.width}_{rows}")
+        def emit(count: int) -> None:
+            def body(index: Any, totals: list[Any]) -> list[Any]:
+                at = builder.add(b, builder.mul(I64(CHUNK * dot.width), index))
+                x = builder.add(a, builder.mul(I64(CHUNK * count), index))
+                emit_prefetches(builder, at, CHUNK * dot.width)
+                weights = [
+                    dot.weights(
+                        builder, load_value(builder, builder.add(at, I64(step_bytes * s)), dot.products)
+                    )
+                    for s in range(CHUNK // GROUP)
+                ]
+                found = []
+                for row, total in enumerate(totals):
+                    words = dot.row(builder, builder.add(x, I64(CHUNK * row)), len(weights))
+                    for weight, word in zip(weights, words, strict=True):
+                        total = dot.add(builder, total, weight, word)
+                    found.append(total)
+                return found
 
+            emit_chains(builder, count, dot.sums, chunks, c, body)
 
-def make_panel(dot_product: bool) -> Any:
-    """Return the device function for up to `MAX_ROWS` rows; `dot_product`: with the NEON instruction."""
-    dot = select_dot(dot_product)
-    one, two = _panel_of(1, dot), _panel_of(2, dot)
+        emit_row_counts(builder, rows, emit)
 
-    @device
-    def panel(rows: int, a: int, a_stride: int, b: int, c: int, c_stride: int, steps: int) -> None:
-        """Multiply A and B, up to 2 rows."""
-        if rows == 1:
-            one(a, a_stride, b, c, c_stride, steps)
-        else:
-            two(a, a_stride, b, c, c_stride, steps)
-
-    return panel
+    return op(void, [i64] * 5, build, f"strip_bytes_{dot.name}")

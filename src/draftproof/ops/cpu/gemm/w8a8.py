@@ -2,38 +2,47 @@
 
 A weight has one scale per output column. Each row of x is rounded to int8 with a scale of its own. The
 products are summed in int32, which is exact, so neither the other rows nor the instructions affect the bits.
-Weights [N, K] are packed as panels [N / 32, K / 4, 32, 4].
+Weights [N, K] are packed as strips of columns.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.ops.cpu.gemm.byte_dot import COLUMNS, GROUP, MAX_ROWS, STEP_BYTES, has_dot_product, make_panel
+from draftproof.ops.cpu.gemm.byte_dot import (
+    CHUNK,
+    GROUP,
+    TILE_ROWS,
+    UNIT_COLUMNS,
+    Dot,
+    select_dot,
+    strip_bytes,
+    tile_index,
+)
 from draftproof.ops.cpu.gemm.fma import ROW_CHUNK, finish, unit_rows
 from draftproof.ops.cpu.gemm.weight_format import PackedWeight, QuantizedFormat
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import Kernel, kernel, load_f32, load_i64, share, store_f32
 
 INT8_MAX = 127
-DEPTH_PADDING = 16  # int8 rows of x are padded with zeros to a whole vector
 _ZERO = np.float32(0.0)
 
 
-def pack_panels(data: Tensor) -> Tensor:
-    """Pack int8 [N, K] to [ceil(N / 32), ceil(K / 4), 32, 4], zero-padded."""
+def pack_strips(data: Tensor, width: int) -> Tensor:
+    """Pack int8 [N, K] to [strips of `width` columns, K / 4, width, 4], zero-padded to whole units."""
     columns, depth = data.shape
-    panels, steps = -(-columns // COLUMNS), -(-depth // GROUP)
-    padded = torch.zeros(panels * COLUMNS, steps * GROUP, dtype=torch.int8)
+    padded = torch.zeros(-(-columns // UNIT_COLUMNS) * UNIT_COLUMNS, padded_depth(depth), dtype=torch.int8)
     padded[:columns, :depth] = data
-    return padded.view(panels, COLUMNS, steps, GROUP).transpose(1, 2).contiguous()
+    return padded.view(-1, width, padded.shape[1] // GROUP, GROUP).transpose(1, 2).contiguous()
 
 
 def padded_depth(depth: int) -> int:
     """Return the bytes of one int8 row of x."""
-    return -(-depth // DEPTH_PADDING) * DEPTH_PADDING
+    return -(-depth // CHUNK) * CHUNK
 
 
 def _quantize_rows(bf16: bool) -> Kernel:
@@ -43,27 +52,29 @@ def _quantize_rows(bf16: bool) -> Kernel:
     def quantize_rows(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
         """Round rows to int8 by their largest magnitude; args: out, scales, x, depth."""
         out, scales, x, depth = (load_i64(args), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24))
-        padded = (depth + DEPTH_PADDING - 1) // DEPTH_PADDING * DEPTH_PADDING
+        chunks = (depth + CHUNK - 1) // CHUNK
         begin, end = share(rows, thread, threads)
         for row in range(begin, end):
-            line, to = x + row * depth * size, out + row * padded
+            line = x + row * depth * size
             top = v.splat(_ZERO)
             for i in range(0, depth, 16):
                 value = v.tload(line, i, depth - i, bf16)
                 top = v.maximum(v.maximum(value, v.sub(v.splat(_ZERO), value)), top)
             largest = v.max_lane(top)
             inverse = np.float32(INT8_MAX) / largest if largest > _ZERO else _ZERO
-            for i in range(0, depth, 16):
+            for chunk in range(chunks):
+                i = chunk * CHUNK
                 scaled = v.mul(v.tload(line, i, depth - i, bf16), v.splat(inverse))
-                v.istore_bytes(to + i, v.to_int(v.rint(scaled)))
+                v.istore_bytes(out + tile_index(row, rows, chunk, chunks) * CHUNK, v.to_int(v.rint(scaled)))
             store_f32(scales + 4 * row, np.float32(largest / np.float32(INT8_MAX)))
 
     return quantize_rows
 
 
-def make_linear(out_bf16: bool, dot_product: bool) -> Kernel:
-    """Return the kernel of one output dtype; `dot_product`: with the NEON instruction."""
-    panel_dot = make_panel(dot_product)
+@cache
+def make_linear(out_bf16: bool, dot: Dot) -> Kernel:
+    """Return the kernel of one output dtype."""
+    multiply, width = strip_bytes(dot), dot.width
 
     @kernel
     def linear_w8a8(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -71,38 +82,40 @@ def make_linear(out_bf16: bool, dot_product: bool) -> Kernel:
         out, x, row_scales = load_i64(args), load_i64(args + 8), load_i64(args + 16)
         weight, bias, columns = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
         depth, scales = load_i64(args + 48), load_i64(args + 56)
-        padded = (depth + DEPTH_PADDING - 1) // DEPTH_PADDING * DEPTH_PADDING
-        steps = (depth + GROUP - 1) // GROUP
-        panels = (columns + COLUMNS - 1) // COLUMNS
+        steps = (depth + CHUNK - 1) // CHUNK
         chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
-        begin, end = share(panels * chunks, thread, threads)
+        begin, end = share((columns + UNIT_COLUMNS - 1) // UNIT_COLUMNS * chunks, thread, threads)
         for unit in range(begin, end):
             panel, first, last = unit_rows(unit, chunks, rows)
-            w = weight + panel * steps * STEP_BYTES
-            for row in range(first, last, MAX_ROWS):
-                count = min(MAX_ROWS, last - row)
-                panel_dot(count, x + row * padded, padded, w, scratch, 4 * COLUMNS, steps)
+            column = panel * UNIT_COLUMNS
+            column_scales = v.tload(scales, column, columns - column, False)
+            for row in range(first, last, TILE_ROWS):
+                count = min(TILE_ROWS, last - row)
+                for j in range(0, UNIT_COLUMNS, width):
+                    w = weight + (column + j) * steps * CHUNK
+                    multiply(count, x + row * steps * CHUNK, w, scratch + 4 * j, steps)
                 for i in range(count):
-                    scale = v.splat(load_f32(row_scales + 4 * (row + i)))
-                    line, column = scratch + 4 * i * COLUMNS, panel * COLUMNS
-                    for j in range(0, min(COLUMNS, columns - column), 16):
-                        column_scales = v.tload(scales, column + j, columns - column - j, False)
-                        y = v.mul(v.to_float(v.iload(line + 4 * j)), column_scales)
-                        v.store(line + 4 * j, v.mul(y, scale))
-                    finish(line, out, bias, row + i, column, columns, COLUMNS, False, out_bf16)
+                    line, scale = scratch + 4 * i * UNIT_COLUMNS, load_f32(row_scales + 4 * (row + i))
+                    y = v.mul(v.to_float(v.iload(line)), column_scales)
+                    v.store(line, v.mul(y, v.splat(scale)))
+                    finish(line, out, bias, row + i, column, columns, UNIT_COLUMNS, False, out_bf16)
 
     return linear_w8a8
 
 
-_DOT_PRODUCT = has_dot_product()
+def pack(data: Tensor, scales: Tensor) -> PackedWeight:
+    """Pack int8 [N, K] with scales [N] fp32."""
+    strips = pack_strips(data, select_dot().width)
+    return PackedWeight(strips, data.shape[1], (scales.clone().contiguous(),))
+
+
 QUANTIZE_ROWS = [_quantize_rows(False), _quantize_rows(True)]  # by the dtype of x: [fp32, bf16]
-LINEAR = [make_linear(False, _DOT_PRODUCT), make_linear(True, _DOT_PRODUCT)]  # by output dtype
 
 
 FORMAT = QuantizedFormat(
-    pack=lambda data, scales: PackedWeight(pack_panels(data), data.shape[1], (scales.clone().contiguous(),)),
+    pack=pack,
     quantize_rows=lambda packed, dtype: QUANTIZE_ROWS[dtype == torch.bfloat16],
     row_bytes=lambda packed: padded_depth(packed.depth),
     row_floats=lambda packed: 1,
-    kernel=lambda packed, out_bf16: LINEAR[out_bf16],
+    kernel=lambda packed, out_bf16: make_linear(out_bf16, select_dot()),
 )
