@@ -17,8 +17,6 @@ from draftproof.ops.contract.backend import Ops
 from draftproof.ops.contract.runtime import Forward, Runtime
 
 try:
-    from llvmlite import binding
-
     from draftproof.ops.cpu.draft_rounds import CpuRounds
     from draftproof.ops.cpu.draft_search import CpuSearch
     from draftproof.ops.cpu.executor import Captured, Executor
@@ -77,8 +75,6 @@ class CpuOps(Ops):
         self.features = CpuFeatures(
             amx=has_amx,
             amx_int8=has_amx and amx_tiles.takes_bytes(),
-            # registers limit how many rows share a pass over the weights; bits do not depend on it
-            rows_per_pass=4 if binding.get_host_cpu_features().get("avx512f") else 1,
         )
         self.executor = Executor(torch.get_num_threads() if threads is None else threads)
         self.runtime = CpuRuntime(device, self.executor)

@@ -170,7 +170,7 @@ class CpuForward(ForwardOps):
         out = self._run.new(tuple(q.shape), q.dtype)
         constants: list[Argument] = [table, cache, self._workspace, WORKSPACE_BYTES]
         constants += [heads.num_q, heads.num_kv, heads.dim, heads.window, *table.shape, *cache.shape[1:3]]
-        constants += [self._features.rows_per_pass, float(heads.scale)]
+        constants.append(float(heads.scale))
         bf16 = is_bf16(q.dtype)
         attend = driver.ATTENTION_AMX if self._features.amx else driver.ATTENTION
         kernels = [attend[bf16], driver.ATTENTION_MERGE[bf16]]

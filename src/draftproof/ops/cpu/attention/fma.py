@@ -16,8 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.ops.cpu.attention.kv import key_stride, kv_offset, load_kv, plane_bytes, token_index
-from draftproof.ops.cpu.gemm.microkernel import COLUMNS, panel_f32, transpose
+from draftproof.ops.cpu.attention.kv import (
+    copy_kv_bf16,
+    key_stride,
+    kv_offset,
+    load_kv,
+    plane_bytes,
+    token_index,
+)
+from draftproof.ops.cpu.gemm.microkernel import COLUMNS, MAX_ROWS, panel_f32, transpose, transpose_bf16
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import device, f64_of_bits, inlined, load_f32, load_i64, store_f32
 
@@ -31,9 +38,9 @@ _LOWEST = np.float32(-3.0e38)
 Arguments = namedtuple(
     "Arguments",
     "out q positions slots page_table cache workspace workspace_bytes num_q num_kv dim window num_slots "
-    "max_pages num_pages page_size rows_per_pass scale",
+    "max_pages num_pages page_size scale",
 )
-ARG = Arguments(*range(18))  # indices of the kernels' int64 arguments
+ARG = Arguments(*range(17))  # indices of the kernels' int64 arguments
 
 
 def scratch_bytes(group: int, dim: int) -> int:
@@ -57,8 +64,13 @@ def first_key(position: int, window: int) -> int:
 
 
 @device
-def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, out: int, bf16: bool) -> None:
-    """Write out [last - first, wide] fp32: the head's vectors of keys [first, last) of one request."""
+def _gather(
+    args: int, cache: int, slot: int, head: int, first: int, last: int, out: int, bf16: bool, widen: bool
+) -> None:
+    """Write out [last - first, wide]: the head's vectors of keys [first, last) of one request.
+
+    The vectors are in fp32, or as they are stored if not `widen`.
+    """
     size = 2 if bf16 else 4
     num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
     num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
@@ -70,11 +82,22 @@ def _gather(args: int, cache: int, slot: int, head: int, first: int, last: int, 
         src = cache + kv_offset(index, head, num_kv, dim, size)
         stop = min(last, (key // page_size + 1) * page_size)
         while key < stop:
-            dst = out + (key - first) * wide * 4
-            for i in range(0, dim, 16):
-                v.store(dst + 4 * i, load_kv(src, i, dim - i, bf16))
+            if bf16 and not widen:
+                copy_kv_bf16(out + (key - first) * wide * 2, src, dim)
+            else:
+                dst = out + (key - first) * wide * 4
+                for i in range(0, dim, 16):
+                    v.store(dst + 4 * i, load_kv(src, i, dim - i, bf16))
             src += key_stride(num_kv, dim, size)
             key += 1
+
+
+@inlined
+def _visible(x: Any, i: int, begin: int, end: int, other: Any) -> Any:
+    """Replace the lanes of scores [i, i + 16) outside [begin, end)."""
+    if begin <= i and i + 16 <= end:
+        return x
+    return v.select(v.mask_and(v.mask_first(end - i), v.mask_not_first(begin - i)), x, v.splat(other))
 
 
 @device
@@ -83,13 +106,11 @@ def _softmax(scores: int, begin: int, end: int) -> Any:
     first = begin // 16 * 16
     best = v.splat(_LOWEST)
     for i in range(first, end, 16):
-        valid = v.mask_and(v.mask_first(end - i), v.mask_not_first(begin - i))
-        best = v.maximum(v.select(valid, v.load(scores + 4 * i), v.splat(_LOWEST)), best)
+        best = v.maximum(_visible(v.load(scores + 4 * i), i, begin, end, _LOWEST), best)
     top = v.max_lane(best)
     total = v.splat(_ZERO)
     for i in range(first, end, 16):
-        valid = v.mask_and(v.mask_first(end - i), v.mask_not_first(begin - i))
-        e = v.select(valid, v.exp(v.sub(v.load(scores + 4 * i), v.splat(top))), v.splat(_ZERO))
+        e = _visible(v.exp(v.sub(v.load(scores + 4 * i), v.splat(top))), i, begin, end, _ZERO)
         v.store(scores + 4 * i, e)
         total = v.add(total, e)
     return top, v.sum_lanes(total)
@@ -142,7 +163,6 @@ def clip(key: int, start: int, end: int) -> int:
 def _add_weighted_values(
     queries: int,
     group: int,
-    rows_per_pass: int,
     positions: int,
     window: int,
     split: int,
@@ -158,8 +178,8 @@ def _add_weighted_values(
     Each row uses its own keys only: keys visible to all queries of a group are processed together, the
     others query by query.
     """
-    for i in range(0, queries, rows_per_pass):
-        n = min(rows_per_pass, queries - i)
+    for i in range(0, queries, MAX_ROWS):
+        n = min(MAX_ROWS, queries - i)
         both_lo, both_hi = start, end
         for j in range(i, i + n):
             position = load_i64(positions + 8 * (j // group))
@@ -196,7 +216,6 @@ def split_fma(
     """Write the sums and then the states of one split and one kv head, for adjacent rows of a request."""
     size = 2 if bf16 else 4
     num_q, dim, window = arg(args, ARG.num_q), arg(args, ARG.dim), arg(args, ARG.window)
-    rows_per_pass = arg(args, ARG.rows_per_pass)
     positions = arg(args, ARG.positions) + 8 * first
     scale = v.splat(np.float32(f64_of_bits(arg(args, ARG.scale))))
     group = num_q // arg(args, ARG.num_kv)
@@ -226,17 +245,21 @@ def split_fma(
                 v.store(qs + (i * wide + d) * 4, x)
     lowest = lowest // BLOCK * BLOCK
     for start in range(lowest, highest, BLOCK):
-        _gather(args, cache, slot, head, start, min(start + BLOCK, highest), lines, bf16)
-        for d in range(0, dim, 16):
-            for key in range(0, BLOCK, 16):
-                src, dst = lines + (key * wide + d) * 4, transposed + (d * BLOCK + key) * 4
-                transpose(src, wide * 4, dst, BLOCK * 4)
+        _gather(args, cache, slot, head, start, min(start + BLOCK, highest), lines, bf16, False)
+        step = 8 if bf16 else 16
+        for d in range(0, dim, step):
+            for key in range(0, BLOCK, step):
+                src, dst = lines + (key * wide + d) * size, transposed + (d * BLOCK + key) * 4
+                if bf16:
+                    transpose_bf16(src, wide * size, dst, BLOCK * 4)
+                else:
+                    transpose(src, wide * size, dst, BLOCK * 4)
         at = scores + (start - split) * 4
         for i in range(queries):
             for key in range(0, BLOCK, 16):
                 v.store(at + (i * SPLIT + key) * 4, v.splat(_ZERO))
-        for i in range(0, queries, rows_per_pass):
-            n = min(rows_per_pass, queries - i)
+        for i in range(0, queries, MAX_ROWS):
+            n = min(MAX_ROWS, queries - i)
             panel_f32(
                 n, qs + i * wide * 4, wide * 4, transposed, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim
             )
@@ -251,7 +274,5 @@ def split_fma(
             store_f32(part_state + 8 * i + 4, mass)
     for start in range(lowest, highest, BLOCK):
         end = min(start + BLOCK, highest)
-        _gather(args, values, slot, head, start, end, lines, bf16)
-        _add_weighted_values(
-            queries, group, rows_per_pass, positions, window, split, start, end, scores, lines, part, wide
-        )
+        _gather(args, values, slot, head, start, end, lines, bf16, True)
+        _add_weighted_values(queries, group, positions, window, split, start, end, scores, lines, part, wide)

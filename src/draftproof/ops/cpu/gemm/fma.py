@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.ops.cpu.gemm.microkernel import COLUMNS, panel_bf16, panel_f32
+from draftproof.ops.cpu.gemm.microkernel import COLUMNS, MAX_ROWS, panel_bf16, panel_f32
 from draftproof.ops.cpu.gemm.weight_format import WeightFormat
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64, share
@@ -57,18 +57,17 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
 
     @kernel
     def linear(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """Multiply; args: out, x, weight, bias, columns, depth, rows per pass (1 to 4)."""
+        """Multiply; args: out, x, weight, bias, columns, depth."""
         out, x, weight = load_i64(args), load_i64(args + 8), load_i64(args + 16)
-        bias, columns = load_i64(args + 24), load_i64(args + 32)
-        depth, block = load_i64(args + 40), load_i64(args + 48)
+        bias, columns, depth = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
         panels = (columns + COLUMNS - 1) // COLUMNS
         chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
         begin, end = share(panels * chunks, thread, threads)
         for unit in range(begin, end):
             panel, first, last = unit_rows(unit, chunks, rows)
             w = weight + panel * depth * COLUMNS * size
-            for row in range(first, last, block):
-                count = min(block, last - row)
+            for row in range(first, last, MAX_ROWS):
+                count = min(MAX_ROWS, last - row)
                 total = scratch + count * COLUMNS * 4
                 for i in range(0, count * COLUMNS, 16):
                     v.store(total + 4 * i, v.splat(_ZERO))
@@ -98,6 +97,6 @@ LINEAR_FMA = [[_linear(False, False), _linear(False, True)], [_linear(True, Fals
 
 FORMAT = WeightFormat(
     supports=lambda dtype, features: dtype in (torch.float32, torch.bfloat16),
-    pack=lambda weight, features: (pack_panels(weight), (features.rows_per_pass,)),
+    pack=lambda weight, features: (pack_panels(weight), ()),
     kernel=lambda dtype, out_bf16: LINEAR_FMA[dtype == torch.bfloat16][out_bf16],
 )

@@ -6,64 +6,100 @@ over ascending steps whatever the number of rows, so its bits depend on its own 
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils
 
 from draftproof.ops.cpu.jit.compile import F32, I16, I32, I64, PTR, device, emit_prefetch, i64, llvm, op, void
-from draftproof.ops.cpu.jit.simd import LANES, VF, VH, load_value, splat_value, widen_bf16
+from draftproof.ops.cpu.jit.simd import LANES, VF, VH, load_value, widen_bf16
 
 COLUMNS = 64  # columns per panel: 4 vectors
 VECTORS = COLUMNS // LANES
+MAX_ROWS = 4  # rows that share a pass over B
+UNROLL = 4  # steps whose elements of A are loaded at once, where an instruction multiplies by a lane
 _PREFETCH = 4096  # bytes ahead in B; one row alone does not hide the memory latency
-
-
-def _scalar(builder: Any, addr: Any, bf16: bool) -> Any:
-    pointer = builder.inttoptr(addr, PTR)
-    if not bf16:
-        return builder.load(pointer, typ=F32, align=1)
-    bits = builder.zext(builder.load(pointer, typ=I16, align=1), I32)
-    return builder.bitcast(builder.shl(bits, I32(16)), F32)
 
 
 def _panel_of(rows: int, bf16: bool) -> Any:
     """Return an intrinsic (a, a_stride, b, b_stride, c, c_stride, steps) for a fixed number of rows."""
-    size, b_vector = (2, VH) if bf16 else (4, VF)
-    fma = llvm("llvm.fma.v16f32", VF, [VF, VF, VF])
+    has_avx512 = bool(binding.get_host_cpu_features().get("avx512f"))
+    vectors = (
+        VECTORS if has_avx512 or rows == 1 else 1
+    )  # more sums than registers are slower than more passes
 
     def build(builder: Any, args: Any) -> None:
-        a, a_stride, b, b_stride, c, c_stride, steps = args
-        sums = []
-        for row in range(rows):
-            base = builder.add(c, builder.mul(c_stride, I64(row)))
-            for vector in range(VECTORS):
-                where = builder.add(base, I64(64 * vector))
-                slot = cgutils.alloca_once(builder, VF)
-                builder.store(load_value(builder, where, VF), slot)
-                sums.append((slot, where))
-        with cgutils.for_range(builder, steps, intp=I64) as loop:
-            b_row = builder.add(b, builder.mul(b_stride, loop.index))
-            a_column = builder.add(a, builder.mul(I64(size), loop.index))
-            ahead = builder.inttoptr(builder.add(b_row, I64(_PREFETCH)), PTR)
-            for line in range(COLUMNS * size // 64):
-                emit_prefetch(builder, builder.gep(ahead, [I64(64 * line)], source_etype=ir.IntType(8)))
-            vectors = []
-            for vector in range(VECTORS):
-                value = load_value(builder, builder.add(b_row, I64(LANES * size * vector)), b_vector)
-                vectors.append(widen_bf16(builder, value) if bf16 else value)
-            for row in range(rows):
-                at = builder.add(a_column, builder.mul(a_stride, I64(row)))
-                x = splat_value(builder, _scalar(builder, at, bf16), VF)
-                for vector in range(VECTORS):
-                    slot, _ = sums[row * VECTORS + vector]
-                    total = builder.load(slot, typ=VF)
-                    builder.store(fma(builder, [x, vectors[vector], total]), slot)
-        for slot, where in sums:
-            total = builder.load(slot, typ=VF)
-            builder.store(total, builder.inttoptr(where, PTR), align=1)
+        for first in range(0, VECTORS, vectors):
+            _Pass(builder, args, rows, bf16, range(first, first + vectors)).emit(1 if has_avx512 else UNROLL)
 
-    return op(void, [i64] * 7, build, f"panel_{'bf16' if bf16 else 'fp32'}_{rows}")
+    return op(void, [i64] * 7, build, f"panel_{'bf16' if bf16 else 'fp32'}_{rows}_{vectors}")
+
+
+class _Pass:
+    """Emission of the loop over the steps for some vectors of columns."""
+
+    def __init__(self, builder: Any, args: Any, rows: int, bf16: bool, columns: range) -> None:
+        self.builder, self.rows, self.columns = builder, rows, columns
+        self.a, self.a_stride, self.b, self.b_stride, self.c, self.c_stride, self.steps = args
+        self.bf16, self.size = bf16, 2 if bf16 else 4
+        self.fma = llvm("llvm.fma.v16f32", VF, [VF, VF, VF])
+
+    def emit(self, unroll: int) -> None:
+        """Emit the loop over groups of `unroll` steps, then over the rest."""
+        builder = self.builder
+        slots, targets = [], []
+        for row, vector in product(range(self.rows), self.columns):
+            base = builder.add(self.c, builder.mul(self.c_stride, I64(row)))
+            targets.append(builder.add(base, I64(64 * vector)))
+            slots.append(cgutils.alloca_once(builder, VF))
+            builder.store(load_value(builder, targets[-1], VF), slots[-1])
+        whole = builder.and_(self.steps, I64(-unroll))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(unroll), intp=I64) as (index, _):
+            self._steps(index, unroll, slots)
+        if unroll > 1:
+            with cgutils.for_range_slice(builder, whole, self.steps, I64(1), intp=I64) as (index, _):
+                self._steps(index, 1, slots)
+        for slot, where in zip(slots, targets, strict=True):
+            builder.store(builder.load(slot, typ=VF), builder.inttoptr(where, PTR), align=1)
+
+    def _steps(self, index: Any, count: int, slots: Any) -> None:
+        """Emit `count` steps from `index` on."""
+        builder = self.builder
+        lines = []
+        for row in range(self.rows):
+            base = builder.add(self.a, builder.mul(self.a_stride, I64(row)))
+            lines.append(self._row(builder.add(base, builder.mul(I64(self.size), index)), count))
+        for step in range(count):
+            b = builder.add(self.b, builder.mul(self.b_stride, builder.add(index, I64(step))))
+            first, size = self.columns[0] * LANES * self.size, len(self.columns) * LANES * self.size
+            for line in range(0, size, 64):
+                emit_prefetch(builder, builder.inttoptr(builder.add(b, I64(_PREFETCH + first + line)), PTR))
+            vectors = [self._vector(builder.add(b, I64(LANES * self.size * i))) for i in self.columns]
+            for i, slot in enumerate(slots):
+                row, column = divmod(i, len(vectors))
+                total = builder.load(slot, typ=VF)
+                builder.store(self.fma(builder, [self._lane(lines[row], step), vectors[column], total]), slot)
+
+    def _row(self, addr: Any, count: int) -> Any:
+        """Emit `count` elements of a row as fp32."""
+        builder = self.builder
+        if not self.bf16:
+            return load_value(builder, addr, ir.VectorType(F32, count))
+        bits = builder.zext(load_value(builder, addr, ir.VectorType(I16, count)), ir.VectorType(I32, count))
+        shift = ir.Constant(ir.VectorType(I32, count), [16] * count)
+        return builder.bitcast(builder.shl(bits, shift), ir.VectorType(F32, count))
+
+    def _lane(self, line: Any, lane: int) -> Any:
+        """Emit one element in every lane of a vector."""
+        index = ir.Constant(ir.VectorType(I32, LANES), [lane] * LANES)
+        return self.builder.shuffle_vector(line, ir.Constant(line.type, ir.Undefined), index)
+
+    def _vector(self, addr: Any) -> Any:
+        """Emit 16 columns of B as fp32."""
+        if not self.bf16:
+            return load_value(self.builder, addr, VF)
+        return widen_bf16(self.builder, load_value(self.builder, addr, VH))
 
 
 def _panel(bf16: bool) -> Any:
@@ -89,22 +125,43 @@ def _panel(bf16: bool) -> Any:
 panel_f32, panel_bf16 = _panel(False), _panel(True)
 
 
-def _transpose(builder: Any, args: Any) -> None:
-    src, src_stride, dst, dst_stride = args
-    lines = [load_value(builder, builder.add(src, builder.mul(src_stride, I64(i))), VF) for i in range(LANES)]
-    index = ir.VectorType(I32, LANES)
-    for step in (8, 4, 2, 1):  # swap the off-diagonal blocks of each size
-        low = [i if not i & step else LANES + i - step for i in range(LANES)]
-        high = [i + step if not i & step else LANES + i for i in range(LANES)]
-        for i in range(LANES):
+def _exchange(builder: Any, lines: list[Any]) -> None:
+    """Emit the transpose of a square of vectors: swap the off-diagonal blocks of each size."""
+    count = len(lines)
+    index, step = ir.VectorType(I32, count), count // 2
+    while step:
+        low = [i if not i & step else count + i - step for i in range(count)]
+        high = [i + step if not i & step else count + i for i in range(count)]
+        for i in range(count):
             if not i & step:
                 a, b = lines[i], lines[i + step]
                 lines[i] = builder.shuffle_vector(a, b, ir.Constant(index, low))
                 lines[i + step] = builder.shuffle_vector(a, b, ir.Constant(index, high))
+        step //= 2
+
+
+def _transpose(builder: Any, args: Any) -> None:
+    src, src_stride, dst, dst_stride = args
+    lines = [load_value(builder, builder.add(src, builder.mul(src_stride, I64(i))), VF) for i in range(LANES)]
+    _exchange(builder, lines)
     for i in range(LANES):
         where = builder.add(dst, builder.mul(dst_stride, I64(i)))
         builder.store(lines[i], builder.inttoptr(where, PTR), align=1)
 
 
-# src [16, 16], its stride, dst, its stride: 4 bytes per element, strides in bytes
-transpose = op(void, [i64] * 4, _transpose)
+def _transpose_bf16(builder: Any, args: Any) -> None:
+    src, src_stride, dst, dst_stride = args
+    half = ir.VectorType(I16, 8)
+    lines = [load_value(builder, builder.add(src, builder.mul(src_stride, I64(i))), half) for i in range(8)]
+    _exchange(builder, lines)
+    zero = ir.Constant(half, [0] * 8)
+    for i in range(8):
+        for part in range(2):  # zeros below bf16 make fp32
+            order = [j // 2 + 4 * part + (8 if j % 2 else 0) for j in range(8)]
+            words = builder.shuffle_vector(zero, lines[i], ir.Constant(ir.VectorType(I32, 8), order))
+            where = builder.add(builder.add(dst, builder.mul(dst_stride, I64(i))), I64(16 * part))
+            builder.store(words, builder.inttoptr(where, PTR), align=1)
+
+
+# src, its stride, dst, its stride (bytes): fp32 [16, 16] to fp32, and bf16 [8, 8] to fp32
+transpose, transpose_bf16 = op(void, [i64] * 4, _transpose), op(void, [i64] * 4, _transpose_bf16)

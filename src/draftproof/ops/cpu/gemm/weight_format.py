@@ -19,7 +19,6 @@ class CpuFeatures:
 
     amx: bool  # bf16 tiles
     amx_int8: bool  # int8 tiles
-    rows_per_pass: int  # rows that share one pass over the weights in the FMA kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,6 +273,7 @@ def copy_bf16(target: int, source: int, count: int) -> None:
 
 _F = np.float32
 LOG2E = _F(1.44269504088896341)
+ROUNDING = _F(1.5 * 2**23)
 LN2_HIGH = _F(-0.693359375)
 LN2_LOW = _F(2.12194440e-4)
 SMALLEST = _F(-87.33654)  # exp below this is less than the smallest normal number: 0
@@ -288,7 +289,8 @@ def exp(x: Any) -> Any:
     """Return exp of 16 floats, relative error about 1e-7; exactly 0 below -87.3 and for NaN."""
     inside = ge(x, splat(SMALLEST))
     x = minimum(maximum(x, splat(SMALLEST)), splat(LARGEST))
-    n = rint(mul(x, splat(LOG2E)))
+    shifted = add(mul(x, splat(LOG2E)), splat(ROUNDING))  # rounds to an integer, which is its lowest bits
+    n = sub(shifted, splat(ROUNDING))
     r = fma(n, splat(LN2_LOW), fma(n, splat(LN2_HIGH), x))
     y = fma(splat(C1), r, splat(C2))
     y = fma(y, r, splat(C3))
@@ -296,7 +298,7 @@ def exp(x: Any) -> Any:
     y = fma(y, r, splat(C5))
     y = fma(y, r, splat(C6))
     y = add(fma(y, mul(r, r), r), splat(ONE))
-    power = as_float(ishl(iadd(to_int(n), isplat(127)), isplat(23)))
+    power = as_float(ishl(iadd(as_int(shifted), isplat(127)), isplat(23)))
     return select(inside, mul(y, power), splat(ZERO))
 
 
