@@ -1,6 +1,7 @@
 """Required tool calls at temperature 1: validity, equal bits, and steps with drafts from the schema's text.
 
     python bench/tool_calls.py [--cases 500] [--compared 500] [--model smollm2-135m] [--batch 16]
+        [--bounded] [--device cuda] [--quantization gguf]
 
 Each case has a question, tools and a seed. The first outputs are generated three times: without drafts, with
 n-gram drafts, and with n-gram drafts beside the text of the schema; the others in the last way only. A call
@@ -26,6 +27,7 @@ from draftproof.text.tool_calls.grammar import CallGrammar
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 STRING, INTEGER, BOOLEAN = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+MAX_STRING_CHARS, MAX_ARRAY_ITEMS, MAX_INTEGER = 60, 3, 10**6  # of --bounded
 
 
 def closed(**properties: Any) -> dict[str, Any]:
@@ -57,12 +59,28 @@ QUESTIONS = [
 ]
 
 
-def cases(llm: LLM, count: int) -> list[tuple[list[int], dict[str, Any], int]]:
+def bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with limits on strings, arrays and integers: every call is then of finite length."""
+    limits = {
+        "string": {"maxLength": MAX_STRING_CHARS},
+        "array": {"maxItems": MAX_ARRAY_ITEMS},
+        "integer": {"minimum": 0, "maximum": MAX_INTEGER},
+        "number": {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER},
+    }
+    found = {**schema, **limits.get(schema.get("type", ""), {})}
+    if "properties" in schema:
+        found["properties"] = {name: bounded(inner) for name, inner in schema["properties"].items()}
+    if "items" in schema:
+        found["items"] = bounded(schema["items"])
+    return found
+
+
+def cases(llm: LLM, count: int, tools: dict[str, Any]) -> list[tuple[list[int], dict[str, Any], int]]:
     """Return prompts in tokens, the schemas of their tools, and seeds."""
-    tokenizer, names, found = llm.get_tokenizer(), list(TOOLS), []
+    tokenizer, names, found = llm.get_tokenizer(), list(tools), []
     for seed in range(count):
         few = [names[(seed + i) % len(names)] for i in range(1 + seed % 3)]
-        schemas = {name: TOOLS[name] for name in few}
+        schemas = {name: tools[name] for name in few}
         listed = [
             {"type": "function", "function": {"name": name, "description": "", "parameters": schema}}
             for name, schema in schemas.items()
@@ -99,16 +117,27 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--compared", type=int, default=500)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--bounded", action="store_true", help="schemas with limits on strings and arrays")
+    parser.add_argument("--quantization")
     parser.add_argument("--max-tokens", type=int, default=400)
     args = parser.parse_args()
-    llm = LLM(args.model, speculative_config=NGRAM, max_num_seqs=args.batch, max_model_len=2048)
+    llm = LLM(
+        args.model,
+        device=args.device,
+        quantization=args.quantization,
+        speculative_config=NGRAM,
+        max_num_seqs=args.batch,
+        max_model_len=2048,
+    )
     sides = {
         name: {"tokens": 0, "steps": 0, "drafted": 0, "seconds": 0.0} for name in ("plain", "ngram", "schema")
     }
     num_valid = num_cut = num_compared = 0
     is_equal = True
-    work = cases(llm, args.cases)
+    tools = {name: bounded(schema) if args.bounded else schema for name, schema in TOOLS.items()}
+    work = cases(llm, args.cases, tools)
     for start in range(0, len(work), args.batch):
         group, outputs = work[start : start + args.batch], {}
         is_compared = start < args.compared
@@ -146,11 +175,12 @@ def main() -> None:
         print(start + len(group), num_valid, num_cut, is_equal, sides, flush=True)
     for side in sides.values():
         side["seconds"] = round(side["seconds"], 1)
-    saved = 1 - sides["schema"]["steps"] / sides["ngram"]["steps"]
+    saved = 1 - sides["schema"]["steps"] / sides["ngram"]["steps"] if sides["ngram"]["steps"] else 0.0
     finish(
         "tool_calls",
         {
             "cases": len(work),
+            "bounded_schemas": args.bounded,
             "compared": num_compared,
             "valid": num_valid,
             "cut_off": num_cut,

@@ -2,12 +2,15 @@
 
 Each request has a posterior over acceptance rates. It starts as the prior, which is learned from earlier
 requests, is updated by every window with drafts, and decays towards the prior in every step. With the cost
-model (`step_cost`) the posteriors give the drafts with the most committed tokens per second
+model (`step_cost`) the posteriors give the drafts with the highest mean speed of the requests
 (`budget_kernels`).
 
 A request that gets no drafts would never be observed again, though a free text may turn into a copy. So
 every 8 to 64 steps each such request gets one draft, and after an accepted probe more at once. A new
 request is probed at once unless drafts of earlier requests were almost never accepted.
+
+A batch that always gets drafts would never run a step without them, and the cost model could not correct
+the seconds of such a step. So where drafts are expected to gain little, some steps run without them.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 64  # steps between probes
 FIRST_PROBE_LENGTH = 2  # drafts of a new request's first step with drafts, while such drafts are accepted
 MIN_FIRST_PROBE_RATE = 0.1  # acceptance rate of the prior below which a new request is not probed at once
 PROBE_TIME_SHARE = 0.01  # of the time, for probes: it sets the interval between those limits
+PLAIN_STEP_INTERVAL = 32  # steps between steps without drafts,
+MAX_PLAIN_STEP_SPEEDUP = 1.3  # where drafts are expected to gain no more than this factor
 HOLD_STEPS = 3  # steps for which a decision holds while the batch stays the same
 MAX_HOLD_STEPS = 8  # if the host is the bottleneck: also while requests start and end
 HOST_BOUND_SHARE = 0.7  # of a step's seconds: a slower host is the bottleneck
@@ -44,6 +49,7 @@ class DraftBudget:
         self._num_steps = 0
         self._last_probe = 0  # step
         self._last_probe_result = 0  # step until which results of the last probes may come
+        self._last_plain_step = 0
         # The decision that holds: since which step, for how many more, for which slots, with which drafts.
         self._decided_at = self._hold_left = 0
         self._held_slots = self._held_drafts = np.zeros(0, np.int64)
@@ -113,14 +119,14 @@ class DraftBudget:
             self._new_request_drafts = MAX_SPECULATIVE_TOKENS
             return self._choose_all(slots, max_drafts)
         decay = 1 - (1 - DECAY) ** (self._num_steps - self._decided_at)
-        survival, gains, rows, tokens = budget_kernels.expected_survival(
+        gains, worth, rows = budget_kernels.expected_gains(
             self._columns, self._posteriors, slots, max_drafts, decay
         )
-        gains.sort()  # NumPy's sort is faster than numba's
+        worth.sort()  # NumPy's sort is faster than numba's
         next_probe = self._last_probe + self._probe_interval(len(slots), draft_cost)
         is_probe_due = self._num_steps >= next_probe
         found: budget_kernels.Assignment = budget_kernels.plan_drafts(
-            self._columns, self._posteriors, slots, max_drafts, survival, gains, rows, tokens,
+            self._columns, self._posteriors, slots, max_drafts, gains, worth, rows,
             cost.table, context, floor, draft_cost, is_probe_due,
         )  # fmt: skip
         self._new_request_drafts = found.new_request_drafts
@@ -129,9 +135,19 @@ class DraftBudget:
             self._last_probe = self._num_steps
         if found.has_probes:
             self._last_probe_result = self._num_steps + MAX_HOLD_STEPS
+        if self._is_plain_step_due(found, num_fixed):
+            self._last_plain_step, self._hold_left = self._num_steps, 0
+            return np.zeros_like(found.drafts)
         if not found.num_assigned:
+            self._last_plain_step = self._num_steps
             self._hold_left = min(MAX_HOLD_STEPS, max(0, next_probe - self._num_steps - 1))
         return found.drafts
+
+    def _is_plain_step_due(self, found: budget_kernels.Assignment, num_fixed: int) -> bool:
+        """Return whether the coming step is to run without drafts, so that its seconds are observed."""
+        is_close = found.num_assigned > 0 and found.speedup < MAX_PLAIN_STEP_SPEEDUP
+        is_due = self._num_steps - self._last_plain_step >= PLAIN_STEP_INTERVAL
+        return is_close and is_due and not num_fixed and self._cost.learns
 
     def _probe_interval(self, num_requests: int, draft_cost: float) -> int:
         """Return the steps between probes, so that one draft for each request takes PROBE_TIME_SHARE."""
@@ -168,12 +184,10 @@ class DraftBudget:
         is_free = self._cost.row_seconds(num_rows) <= self._floor  # the host takes longer
         if num_rows <= room or is_free or not self._cost.size(rows):
             return drafts
-        survival, gains, rows, tokens = budget_kernels.draft_survival(
-            self._columns, self._posteriors, slots, drafts, rows
-        )
-        gains.sort()
-        kept, _ = budget_kernels.choose_drafts(
-            self._columns, slots, drafts, survival, gains, rows, tokens,
+        gains, worth, rows = budget_kernels.draft_gains(self._columns, self._posteriors, slots, drafts, rows)
+        worth.sort()
+        kept, _, _ = budget_kernels.choose_drafts(
+            self._columns, slots, drafts, gains, worth, rows,
             self._cost.table, self._context, self._floor, 0.0,
         )  # fmt: skip
         return kept  # type: ignore[no-any-return]

@@ -47,6 +47,7 @@ class Assignment(NamedTuple):
     num_assigned: int
     has_probes: bool
     new_request_drafts: int  # drafts of a request that starts before the next decision
+    speedup: float  # expected tokens per second, over those of the step without drafts
 
 
 @compiled
@@ -80,118 +81,132 @@ def update_posteriors(columns, posteriors, slots):  # type: ignore[no-untyped-de
 
 
 @compiled
-def draft_survival(columns, posteriors, slots, max_drafts, rows):  # type: ignore[no-untyped-def]
-    """Return how likely drafts are to be accepted, for up to `max_drafts` [B] drafts beside `rows` rows.
+def draft_gains(columns, posteriors, slots, max_drafts, rows):  # type: ignore[no-untyped-def]
+    """Return what drafts are worth, for up to `max_drafts` [B] drafts beside `rows` rows.
 
-    survival [B, K]: probability that a draft is reached and accepted; 0 for fixed requests. gains [N]: those
-    above MIN_SURVIVAL. rows, tokens: rows that do not depend on the choice, and their tokens. A probe gets
-    a low survival of its own: it takes a free row, but no larger step.
+    gains [B, K]: logarithm of the factor by which a draft raises the expected tokens of its request; 0 for
+    fixed requests and for drafts below MIN_SURVIVAL. worth [N]: those above 0. rows: rows that do not depend
+    on the choice. A probe gets a low gain of its own: it takes a free row, but no larger step.
     """
     width = 1
     for b in range(len(max_drafts)):
         width = max(width, max_drafts[b])
-    survival, gains = np.zeros((len(slots), width)), np.empty(len(slots) * width)
-    tokens, count = float(len(slots)), 0
+    gains, worth, count = np.zeros((len(slots), width)), np.empty(len(slots) * width), 0
     for b in range(len(slots)):
-        s = slots[b]
-        for r in range(NUM_RATES):
-            for n in range(max_drafts[b]):
-                survival[b, n] += posteriors[s, r] * POWERS[r, n]
+        s, tokens = slots[b], 1.0
         if columns[IS_FIXED, s]:
             rows += max_drafts[b]
-            for n in range(max_drafts[b]):
-                tokens, survival[b, n] = tokens + survival[b, n], 0.0
             continue
         for n in range(max_drafts[b]):
+            survival = 0.0
+            for r in range(NUM_RATES):
+                survival += posteriors[s, r] * POWERS[r, n]
             if columns[IS_PROBED, s]:
-                survival[b, n] = max(survival[b, n], 2 * MIN_SURVIVAL)
-            if survival[b, n] <= MIN_SURVIVAL:
+                survival = max(survival, 2 * MIN_SURVIVAL)
+            if survival <= MIN_SURVIVAL:
                 break
-            gains[count] = survival[b, n]
+            gains[b, n] = np.log1p(survival / tokens)
+            tokens += survival
+            worth[count] = gains[b, n]
             count += 1
-    return survival, gains[:count], rows, tokens
+    return gains, worth[:count], rows
 
 
 @compiled
-def expected_survival(columns, posteriors, slots, max_drafts, decay):  # type: ignore[no-untyped-def]
-    """Update the posteriors, move a share `decay` of each to the prior, and return `draft_survival`."""
+def expected_gains(columns, posteriors, slots, max_drafts, decay):  # type: ignore[no-untyped-def]
+    """Update the posteriors, move a share `decay` of each to the prior, and return `draft_gains`."""
     update_posteriors(columns, posteriors, slots)
     prior = posteriors[len(posteriors) - 1]
     for s in slots:
         columns[IS_PROBED, s] = 0
         for r in range(NUM_RATES):
             posteriors[s, r] += decay * (prior[r] - posteriors[s, r])
-    return draft_survival(columns, posteriors, slots, max_drafts, len(slots))
+    return draft_gains(columns, posteriors, slots, max_drafts, len(slots))
 
 
 @compiled
-def best_draft_count(table, gains, rows, tokens, context, floor, draft_cost):  # type: ignore[no-untyped-def]
-    """Return the number of drafts with the most tokens per second.
+def best_draft_count(  # type: ignore[no-untyped-def]
+    table, worth, rows, requests, context, floor, draft_cost, width
+):
+    """Return the number of drafts with the highest mean speed, and that speed over the one without drafts.
 
-    gains [N], ascending: accepted tokens that each draft adds to `tokens` of `rows` rows. context: seconds
-    besides rows. floor: seconds that rows take at least. draft_cost: seconds to have any drafts.
+    The mean is geometric, over the requests: a step that takes longer slows those without drafts too, and
+    the slowest request of a batch ends it. worth [N], ascending: of `draft_gains`. context: seconds besides
+    rows. floor: seconds that rows take at least. draft_cost: seconds of the draft model for windows of
+    `width` drafts; fewer drafts than that need fewer rounds.
     """
-    num_gains, count, gained, best, best_rate = len(gains), 0, 0.0, 0, 0.0
-    for at in range(np.searchsorted(table[0], rows), table.shape[1]):
-        room = min(int(table[0, at]) - rows, num_gains)
+    num_drafts, count, gained, best, best_score = len(worth), 0, 0.0, 0, 0.0
+    smallest = np.searchsorted(table[0], rows)
+    plain_seconds = max(table[1, min(smallest, table.shape[1] - 1)], floor) + context
+    for at in range(smallest, table.shape[1]):
+        room = min(int(table[0, at]) - rows, num_drafts)
         while count < room:
             count += 1
-            gained += gains[num_gains - count]
-        seconds = max(table[1, at] + (draft_cost if count else 0.0), floor) + context
-        if (tokens + gained) / seconds > best_rate:
-            best, best_rate = count, (tokens + gained) / seconds
-        if count == num_gains:  # a larger step has no more drafts
+            gained += worth[num_drafts - count]
+        rounds_share = min(count, width) / width
+        seconds = max(table[1, at] + rounds_share * draft_cost, floor) + context
+        score = gained / requests - np.log(seconds / plain_seconds)
+        if score > best_score:
+            best, best_score = count, score
+        if count == num_drafts:  # a larger step has no more drafts
             break
-    return best
+    return best, np.exp(best_score)
 
 
 @compiled
 def choose_drafts(  # type: ignore[no-untyped-def]
-    columns, slots, max_drafts, survival, gains, rows, tokens, table, context, floor, draft_cost
+    columns, slots, max_drafts, gains, worth, rows, table, context, floor, draft_cost
 ):
-    """Return the drafts [B] with the most tokens per second, and the survival of the least likely of them.
+    """Return the drafts [B] with the highest mean speed.
 
-    survival, gains, rows, tokens: of `draft_survival`, gains ascending. A fixed request gets all its drafts.
+    Also returned: the gain of the least likely of them, and the speed-up of `best_draft_count`.
+    gains, worth, rows: of `draft_gains`, worth ascending. A fixed request gets all its drafts.
     """
     drafts = np.zeros(len(slots), np.int64)
-    count = best_draft_count(table, gains, rows, tokens, context, floor, draft_cost)
+    count, speedup = best_draft_count(
+        table, worth, rows, len(slots), context, floor, draft_cost, gains.shape[1]
+    )
     threshold, excess = np.inf, -count
     if count:
-        threshold = gains[len(gains) - count]
+        threshold = worth[len(worth) - count]
         for b in range(len(slots)):
-            while drafts[b] < survival.shape[1] and survival[b, drafts[b]] >= threshold:
+            while drafts[b] < gains.shape[1] and gains[b, drafts[b]] >= threshold:
                 drafts[b] += 1
             excess += drafts[b]
         for b in range(len(slots) - 1, -1, -1):  # of equally likely drafts the last ones are left out
-            while excess and drafts[b] and survival[b, drafts[b] - 1] == threshold:
+            while excess and drafts[b] and gains[b, drafts[b] - 1] == threshold:
                 drafts[b] -= 1
                 excess -= 1
     for b in range(len(slots)):
         if columns[IS_FIXED, slots[b]]:
             drafts[b] = max_drafts[b]
-    return drafts, threshold
+    return drafts, threshold, speedup
 
 
 @compiled
 def plan_drafts(  # type: ignore[no-untyped-def]
-    columns, posteriors, slots, max_drafts, survival, gains, rows, tokens, table, context, floor, draft_cost,
+    columns,
+    posteriors,
+    slots,
+    max_drafts,
+    gains,
+    worth,
+    rows,
+    table,
+    context,
+    floor,
+    draft_cost,
     is_probe_due,
-):  # fmt: skip
+):
     """Compute the `Assignment` of a step: `choose_drafts`, then probes for requests without drafts.
 
     A probe is one draft for each of them when probes are due. After a probe that was accepted the next one
     follows at once, with twice the length.
     """
-    assigned, threshold = choose_drafts(
-        columns, slots, max_drafts, survival, gains, rows, tokens, table, context, floor, draft_cost
+    assigned, threshold, speedup = choose_drafts(
+        columns, slots, max_drafts, gains, worth, rows, table, context, floor, draft_cost
     )
-    prior, num_assigned, first, chance = posteriors[len(posteriors) - 1], 0, 0, np.inf
-    while first < MAX_DRAFTS and chance >= threshold:
-        chance = 0.0
-        for r in range(NUM_RATES):
-            chance += POWERS[r, first] * prior[r]
-        first += chance >= threshold
-    drafts, has_probes = assigned.copy(), False
+    drafts, num_assigned, has_probes = assigned.copy(), 0, False
     for b in range(len(slots)):
         s = slots[b]
         columns[ASSIGNED, s] = assigned[b]
@@ -200,7 +215,22 @@ def plan_drafts(  # type: ignore[no-untyped-def]
         if assigned[b] == 0 and max_drafts[b] > 0 and (is_probe_due or length > 1):
             drafts[b], has_probes = min(length, max_drafts[b]), True
             columns[IS_PROBED, s], columns[PROBE_LENGTH, s] = 1, 1
-    return Assignment(drafts, assigned, num_assigned, has_probes, first)
+    first = new_request_drafts(posteriors[len(posteriors) - 1], threshold)
+    return Assignment(drafts, assigned, num_assigned, has_probes, first, speedup)
+
+
+@compiled
+def new_request_drafts(prior, threshold):  # type: ignore[no-untyped-def]
+    """Return how many drafts of a new request have a gain of at least `threshold`."""
+    count, tokens, gain = 0, 1.0, np.inf
+    while count < MAX_DRAFTS and gain >= threshold:
+        survival = 0.0
+        for r in range(NUM_RATES):
+            survival += POWERS[r, count] * prior[r]
+        gain = np.log1p(survival / tokens)
+        tokens += survival
+        count += gain >= threshold
+    return count
 
 
 @compiled
@@ -224,10 +254,10 @@ def compile_kernels() -> None:
     The signatures allow any memory layout of what changes from step to step: nothing is compiled later.
     """
     state, ints, reals, matrix = "i8[:,::1],f8[:,::1]", "i8[:]", "f8[::1]", "f8[:,::1]"
-    choice = f"{matrix},{reals},i8,f8,{matrix},f8,f8,f8"
+    choice = f"{matrix},{reals},i8,{matrix},f8,f8,f8"
     signatures: list[tuple[Any, str]] = [
-        (expected_survival, f"{state},{ints},{ints},f8"),
-        (draft_survival, f"{state},{ints},{ints},i8"),
+        (expected_gains, f"{state},{ints},{ints},f8"),
+        (draft_gains, f"{state},{ints},{ints},i8"),
         (choose_drafts, f"i8[:,::1],{ints},{ints},{choice}"),
         (plan_drafts, f"{state},{ints},{ints},{choice},b1"),
         (record_windows, f"i8[:,::1],{ints},{ints},{ints},b1"),

@@ -22,7 +22,7 @@ import numpy as np
 
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
 CONTEXT_RATE = 1 / 16  # share of a prediction error that goes to the cost of a key
-SIZE_RATE = 1 / 16  # and to the correction of the step's size
+SIZE_RATE = 1 / 16  # and to the correction of the step's size; more in its first steps
 DRAFT_RATE = 1 / 16  # and to the overhead of the draft model, if it ran
 CORRECTION_DECAY = 1 / 1024  # of the corrections, per observed step
 DRAFT_DECAY = 1 / 128  # of the draft overhead, per observed step without the draft model
@@ -79,6 +79,7 @@ class StepCost:
         self._num_observed = self._num_pauses = 0
         self._per_key = self._draft_overhead = 0.0
         self._correction = np.zeros(len(self._sizes))
+        self._num_seen = [0] * len(self._sizes)  # observed steps of each size
         self._fill_table()
 
     def _fill_table(self) -> None:
@@ -123,7 +124,9 @@ class StepCost:
         self._per_key += CONTEXT_RATE * error / keys
         self._correction *= 1 - CORRECTION_DECAY
         size = bisect_left(self._sizes, rows)
-        self._correction += SIZE_RATE * error / self._base[size] * self._influence[size]
+        self._num_seen[size] += 1
+        rate = max(SIZE_RATE, 1 / (1 + self._num_seen[size]))
+        self._correction += rate * error / self._base[size] * self._influence[size]
         np.maximum(self._correction, MIN_CORRECTION, out=self._correction)
         if num_drafting:
             self._draft_overhead += DRAFT_RATE * error
