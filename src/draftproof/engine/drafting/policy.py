@@ -175,7 +175,8 @@ class DraftPolicy:
             self.cost.record_host_seconds(host)
         if self.cost.learns and is_clean and not plan.has_prompts:
             drafting = 0 if run.seconds else run.requests
-            self.cost.observe(plan.num_rows, step.num_keys, device - run.seconds, drafting)
+            has_drafts = plan.num_drafts > 0
+            self.cost.observe(plan.num_rows, step.num_keys, device - run.seconds, drafting, has_drafts)
         if plan.num_drafts:
             self._observe_drafts(step)
         else:

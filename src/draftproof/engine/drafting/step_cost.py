@@ -4,8 +4,10 @@
 
 `base` is timed at start-up on empty steps, so it has no cost of context: `keys` is the number of stored
 tokens that the requests of a step read. The other terms are exponentially weighted averages of the error of
-past predictions. A share of each error goes to `per_key`, which also takes up whatever else a step costs
-besides its rows, and a share to the correction of the step's size and, less, of sizes near it.
+past predictions. A share of each error goes to the correction of the step's size and, less, of sizes near
+it. Of a step without drafts a share also goes to `per_key`, which takes up whatever else a step costs besides
+its rows. Steps with drafts leave `per_key` as it is: their rows read the same keys several times, and as a
+cost of context that would count for a step without drafts too.
 
 A draft model that runs behind a step adds the seconds timed for it and an average of what it took longer.
 
@@ -66,7 +68,7 @@ class StepCost:
         self._draft_requests = sorted(draft_seconds)
         self._draft_seconds = [draft_seconds[count] for count in self._draft_requests]
         self._host_seconds = 0.0
-        self._last_kind, self._num_alike = (0, 0), 0
+        self._last_kind, self._num_alike = (0, 0, False), 0
         self._reset()
 
     @classmethod
@@ -95,18 +97,20 @@ class StepCost:
         seconds = min(seconds, MAX_HOST_FACTOR * self._host_seconds)
         self._host_seconds += HOST_RATE * (seconds - self._host_seconds)
 
-    def observe(self, rows: int, keys: int, seconds: float, num_drafting: int = 0) -> None:
+    def observe(
+        self, rows: int, keys: int, seconds: float, num_drafting: int = 0, has_drafts: bool = False
+    ) -> None:
         """Take in a step; `num_drafting`: requests that the draft model ran for behind it."""
         at = bisect_left(self._rows, rows)
         if not self.learns or at == len(self._rows) or keys <= 0 or seconds <= 0:
             return
-        kind = at, num_drafting
+        kind = at, num_drafting, has_drafts
         self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
         self._last_kind = kind
         if self._num_alike <= FIRST_STEPS or self._num_alike % STEP_INTERVAL == 0:
-            self._correct(rows, keys, seconds, num_drafting)
+            self._correct(rows, keys, seconds, num_drafting, has_drafts)
 
-    def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int) -> None:
+    def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int, has_drafts: bool) -> None:
         draft = self.draft_seconds(num_drafting)
         if not self._num_observed:  # the table was timed on this machine: the rest is context
             empty = self.row_seconds(rows) + draft
@@ -121,7 +125,8 @@ class StepCost:
         self._num_pauses = 0
         self._num_observed += 1
         error = min(error, MAX_ERROR_SHARE * expected)
-        self._per_key += CONTEXT_RATE * error / keys
+        if not has_drafts:
+            self._per_key += CONTEXT_RATE * error / keys
         self._correction *= 1 - CORRECTION_DECAY
         size = bisect_left(self._sizes, rows)
         self._num_seen[size] += 1
