@@ -140,7 +140,6 @@ def test_wrong_number_of_rope_factors_is_refused() -> None:
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM.*LlamaForCausalLM"),
         ({"architectures": []}, "supported: LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"num_local_experts": 8}, "experts"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic.*length"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),

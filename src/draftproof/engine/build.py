@@ -27,7 +27,7 @@ from draftproof.models.draft_head.model import TargetParts
 from draftproof.models.load import Checkpoint
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
-from draftproof.models.weight_formats import FloatWeight, WeightTensor, quantize_linears
+from draftproof.models.weight_formats import FloatWeight, WeightTensor, convert_formats, quantize_linears
 from draftproof.ops import Ops, resolve, resolve_device
 from draftproof.propose import PROPOSERS
 from draftproof.propose.base import DeviceProposer, Proposer, ProposerEnv
@@ -70,6 +70,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
     identity = _target_identity(checkpoint)
     weights = checkpoint.weights
     quantize_linears(weights, config.quantization, ops)
+    convert_formats(weights, ops)
     check_formats(weights, ops)
     sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config.speculative, checkpoint))
     lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
@@ -135,7 +136,7 @@ def check_formats(weights: Mapping[str, WeightTensor], ops: Ops) -> None:
     if missing := formats - ops.forward.weight_formats:
         raise ConfigError(
             f"the {ops.name} backend does not multiply weights in the format {', '.join(sorted(missing))}: "
-            "use another backend, or leave quantization out"
+            "use another backend (torch computes every format), or weights in another format"
         )
 
 

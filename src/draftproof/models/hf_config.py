@@ -80,7 +80,6 @@ DENSE_FAMILIES = {
 
 # Keys of features that are not supported: (key, values that leave the feature off, name of the feature).
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("quantization_config", (None, {}), "quantised checkpoints other than GGUF files"),
     ("num_local_experts", (None, 0), "mixture-of-experts models"),
     ("num_experts", (None, 0), "mixture-of-experts models"),
     ("n_routed_experts", (None, 0), "mixture-of-experts models"),

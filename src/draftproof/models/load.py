@@ -27,6 +27,8 @@ from draftproof.models.gguf.file import is_gguf, read_gguf
 from draftproof.models.gguf.llama import config_from_gguf, gguf_tensors, gguf_weights
 from draftproof.models.gguf.weight_cache import read_unpacked, unpacked_path, write_unpacked
 from draftproof.models.hub import find_model
+from draftproof.models.quantized.config import parse_quantization
+from draftproof.models.quantized.read import read_quantized
 from draftproof.models.registry import config_from_hf, expected_tensors
 from draftproof.models.rope import qk_to_halves
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
@@ -99,7 +101,9 @@ def load_config(model: str | Path, revision: str | None = None) -> tuple[ModelCo
     source = find_model(str(model), revision, weights=False)
     if gguf := _gguf_file(source):
         return config_from_gguf(read_gguf(gguf)), gguf
-    return _folder_config(source)[0], source
+    config, raw = _folder_config(source)
+    quantization = parse_quantization(raw, str(source / "config.json"))
+    return config if quantization is None else replace(config, dtype=quantization.name), source
 
 
 def _detect(source: Path) -> str:
@@ -136,6 +140,7 @@ def _load_safetensors(source: Path, requested: torch.dtype | None, seed: int, pr
     if source.is_file():
         raise LoadError(f"{source}: a folder with config.json and safetensors files is expected")
     config, raw = _folder_config(source)
+    quantization = parse_quantization(raw, str(source / "config.json"))
     stored: dict[str, Tensor] = {}
     for path in checkpoint_files(source):
         for name, tensor in read_safetensors(path).items():
@@ -150,7 +155,11 @@ def _load_safetensors(source: Path, requested: torch.dtype | None, seed: int, pr
         config = replace(config, mtp_source=str(source))
     config = _resolve_tied_embeddings(config, tensors)
     expected = expected_tensors(config)
-    check_shapes({name: tuple(t.shape) for name, t in tensors.items()}, expected, str(source))
+    quantized: dict[str, WeightTensor] = {}
+    if quantization is not None:
+        quantized = read_quantized(tensors, quantization, config, str(source))
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    check_shapes(shapes | {name: weight.shape for name, weight in quantized.items()}, expected, str(source))
     stored_dtype = tensors["model.embed_tokens.weight"].dtype
     for name, tensor in tensors.items():
         if tensor.dtype not in _STORED_DTYPES:
@@ -158,10 +167,11 @@ def _load_safetensors(source: Path, requested: torch.dtype | None, seed: int, pr
         if tensor.ndim > 1 and tensor.dtype != torch.float32:
             stored_dtype = tensor.dtype
     dtype = requested or (torch.float32 if stored_dtype == torch.float32 else torch.bfloat16)
-    config = replace(config, dtype=str(stored_dtype).removeprefix("torch."))
+    stored_name = str(stored_dtype).removeprefix("torch.")
+    config = replace(config, dtype=quantization.name if quantization else stored_name)
     if config.rope_interleaved:
         tensors = {name: qk_to_halves(name, tensor, config) for name, tensor in tensors.items()}
-    ready: dict[str, WeightTensor] = {name: FloatWeight(tensors[name].to(dtype)) for name in expected}
+    ready = {name: quantized.get(name) or FloatWeight(tensors[name].to(dtype)) for name in expected}
     return Checkpoint(config, ready, dtype, source, "safetensors")
 
 
@@ -225,7 +235,13 @@ def _load_dummy(source: Path, requested: torch.dtype | None, seed: int, progress
     if gguf is not None and is_gguf(gguf):
         return _dummy(config_from_gguf(read_gguf(gguf)), gguf, requested, seed)
     folder = source.parent if source.is_file() else source
-    return _dummy(_folder_config(source)[0], folder, requested, seed)
+    config, raw = _folder_config(source)
+    if raw.get("quantization_config"):
+        raise LoadError(
+            f"{folder}: dummy weights are made in floats: remove quantization_config from config.json and "
+            "choose the option quantization"
+        )
+    return _dummy(config, folder, requested, seed)
 
 
 def _dummy(config: ModelConfig, source: Path | None, requested: torch.dtype | None, seed: int) -> Checkpoint:

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from draftproof.errors import LoadError
+from draftproof.errors import ConfigError, LoadError
+from draftproof.models.weights.low_bit import INT4_ZERO
 from draftproof.models.weights.low_bit import Fp8BlockWeight as Fp8BlockWeight
 from draftproof.models.weights.low_bit import Fp8Weight as Fp8Weight
 from draftproof.models.weights.low_bit import Int4GroupWeight as Int4GroupWeight
@@ -116,6 +117,18 @@ class BlockWeight(WeightTensor):
         integers = ((groups - low) / scale).round().clamp(0, 15).to(torch.int8)
         return cls(integers.view(columns, depth), torch.cat([scale, low], 2))
 
+    @classmethod
+    def from_groups(cls, weight: Int4GroupWeight) -> Self:
+        """Return 4-bit groups as blocks of 32: the same integers, each zero point as a minimum."""
+        assert weight.scales is not None
+        if weight.group % INT4_GROUP:
+            raise LoadError(f"groups of {weight.group} are not whole blocks of {INT4_GROUP}")
+        scale = weight.scales.float()
+        zeros = torch.full_like(scale, INT4_ZERO) if weight.zeros is None else weight.zeros.float()
+        pairs = torch.stack([scale, -zeros * scale], 2)  # [N, K / group, 2]
+        blocks = pairs.repeat_interleave(weight.group // INT4_GROUP, 1)
+        return cls(weight.integers().to(torch.int8), blocks)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix, computed in fp32 and rounded once, by default to bf16."""
         assert self.scales is not None
@@ -147,6 +160,11 @@ def quantize_linears(weights: dict[str, WeightTensor], quantization: str, ops: O
     quantize = quantizer(quantization, ops)
     if quantize is None:
         return
+    if stored := {w.format for w in weights.values() if not isinstance(w, FloatWeight)}:
+        raise ConfigError(
+            f"quantization {quantization!r} is made from float weights, and the checkpoint is quantised "
+            f"already ({', '.join(sorted(stored))}): leave quantization out"
+        )
     for name, weight in weights.items():
         if name.endswith(LINEAR_SUFFIX) and isinstance(weight, FloatWeight):
             matrix = weight.data.to(ops.device)  # a GPU quantises a model in seconds
@@ -156,6 +174,18 @@ def quantize_linears(weights: dict[str, WeightTensor], quantization: str, ops: O
                 weights[name] = quantize(matrix)
             except LoadError as error:
                 raise LoadError(f"{name} cannot be quantised: {error}") from error
+
+
+def convert_formats(weights: dict[str, WeightTensor], ops: Ops) -> None:
+    """Convert 4-bit groups in place to blocks for a backend that multiplies only these."""
+    if "w4a16" in ops.forward.weight_formats or "blocks" not in ops.forward.weight_formats:
+        return
+    for name, weight in weights.items():
+        if isinstance(weight, Int4GroupWeight):
+            try:
+                weights[name] = BlockWeight.from_groups(weight)
+            except LoadError as error:
+                raise LoadError(f"{name}: {error}: use backend='torch'") from error
 
 
 def read_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:

@@ -179,8 +179,17 @@ def _decoder(raw: Mapping[str, Any], named: Mapping[str, Tensor]) -> ModelConfig
     defaults: dict[str, Any] = {}
     if "architectures" not in raw and raw.get("model_type") in _DEFAULTS:
         defaults = _COMMON_DEFAULTS | _DEFAULTS[raw["model_type"]]
+    if raw.get("quantization_config") and (stored := [n for n, t in named.items() if not _is_plain(t)]):
+        raise LoadError(
+            f"{stored[0]} is quantised: heads and MTP layers are read in fp32, bf16 or fp16, or in int8 as "
+            "`draftproof train` writes them"
+        )
     given = {key: value for key, value in raw.items() if value is not None}
     return config_from_hf({**defaults, **given, "architectures": [_CLASSES[kind]]}, where="its layers")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
 
 def _common(raw: Mapping[str, Any], decoder: ModelConfig, named: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -185,15 +185,17 @@ class Int4GroupWeight(WeightTensor):
         return cls(packed, scales.contiguous(), None if zeros is None else zeros.to(torch.uint8).contiguous())
 
     @classmethod
-    def quantize(cls, matrix: Tensor) -> Self:
+    def quantize(cls, matrix: Tensor, group: int | None = None) -> Self:
         """Quantise a float matrix [N, K] symmetrically, with scales in bf16.
 
-        Groups are the largest of INT4_GROUPS that divides K, or else whole rows.
+        Groups are the largest of INT4_GROUPS that divides K, or else whole rows; `group` 0: whole rows.
         """
         columns, depth = matrix.shape
         if depth % 2:
             raise LoadError(f"rows of {depth} elements: an even number is needed")
-        group = next((size for size in INT4_GROUPS if depth % size == 0), depth)
+        if group is None:
+            group = next((size for size in INT4_GROUPS if depth % size == 0), depth)
+        group = group or depth
         groups = matrix.detach().float().view(columns, -1, group)
         scales = (groups.abs().amax(2) / 7.5).clamp(min=TINY).to(torch.bfloat16)  # [N, K / group]
         integers = (groups / scales.float()[..., None]).round().clamp(-INT4_ZERO, 15 - INT4_ZERO) + INT4_ZERO

@@ -1,0 +1,1 @@
+"""Quantised checkpoints of other tools: their configuration, their layouts, and a writer."""
