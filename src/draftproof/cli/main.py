@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftproof import __version__
-from draftproof.cli import completion, generate, model_info, run, serve, simulate, train
+from draftproof.cli import completion, generate, model_info, quantize, run, serve, simulate, train
 from draftproof.cli.chat import command as chat
 from draftproof.errors import DraftproofError, nearest
 
@@ -22,6 +22,7 @@ COMMANDS = {
     "run": (run, "print one reply to a prompt"),
     "train": (train, "train a draft head for a model"),
     "simulate": (simulate, "estimate the gain of a proposer on recorded outputs"),
+    "quantize": (quantize, "write a quantised copy of a model"),
     "info": (model_info, "describe a model without loading its weights"),
     "completion": (completion, "print a script that completes these commands in a shell"),
 }
