@@ -23,7 +23,7 @@ INT8_MAX = tl.constexpr(127.0)
 E4M3_MAX = tl.constexpr(448.0)
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds fp32 to an integer
 CHUNK = 128  # columns of x that share a scale beside weights in blocks
-MAX_BLOCK = 4096  # columns of x that one program holds at a time
+MAX_BLOCK = 16384  # columns of x that one program holds at a time
 MULTI_ROW_MIN_ROWS = 256  # above it a program takes several rows, to hide the latency of memory
 DTYPES = {"w8a8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_block": torch.float8_e4m3fn}
 
@@ -101,15 +101,16 @@ def quantize_rows_kernel(x, out, scales, D: tl.constexpr, BLOCK: tl.constexpr, P
     LIMIT: tl.constexpr = INT8_MAX if dtype == tl.int8 else E4M3_MAX
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    top = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, D, BLOCK):
+    first = tl.load(x + row * D + column, mask=column < D, other=0.0).to(tl.float32)
+    top = tl.abs(first)
+    for start in range(BLOCK, D, BLOCK):
         ok = start + column < D
-        top = tl.maximum(
-            top, tl.abs(tl.load(x + row * D + start + column, mask=ok, other=0.0).to(tl.float32))
-        )
+        value = tl.load(x + row * D + start + column, mask=ok, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(value))
     largest = tl.max(top, 0)
     inverse = inverse_scale(largest, LIMIT)
-    for start in range(0, D, BLOCK):
+    tl.store(out + row * D + column, quantized(first, inverse, dtype), mask=column < D)
+    for start in range(BLOCK, D, BLOCK):
         ok = start + column < D
         value = tl.load(x + row * D + start + column, mask=ok, other=0.0).to(tl.float32)
         tl.store(out + row * D + start + column, quantized(value, inverse, dtype), mask=ok)
@@ -165,14 +166,14 @@ def quantize(x: Tensor, weight_format: str, pdl: bool) -> QuantizedRows:
     made = QuantizedRows.empty(weight_format, rows, depth, x)
     if rows == 0:
         return made
-    options = launch_options(pdl, num_warps=4, enable_fp_fusion=False)
+    block = min(MAX_BLOCK, next_power_of_two(depth))
+    options = launch_options(pdl, num_warps=max(4, min(16, block // 512)), enable_fp_fusion=False)
     if weight_format == "fp8_block":
         block = min(1024, max(CHUNK, next_power_of_two(depth)))
         quantize_chunks_kernel[(rows, triton.cdiv(depth, block))](
-            x, made.values, made.scales, D=depth, BLOCK=block, CHUNK=CHUNK, **options
+            x, made.values, made.scales, D=depth, BLOCK=block, CHUNK=CHUNK, **{**options, "num_warps": 4}
         )
     else:
-        block = min(MAX_BLOCK, next_power_of_two(depth))
         quantize_rows_kernel[(rows,)](x, made.values, made.scales, D=depth, BLOCK=block, **options)
     return made
 
