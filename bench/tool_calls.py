@@ -27,7 +27,7 @@ from draftproof.text.tool_calls.grammar import CallGrammar
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 STRING, INTEGER, BOOLEAN = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
-MAX_STRING_CHARS, MAX_ARRAY_ITEMS, MAX_INTEGER = 60, 3, 10**6  # of --bounded
+MAX_STRING_CHARS, MAX_ARRAY_ITEMS, MAX_INTEGER = 30, 2, 10**6  # of --bounded
 
 
 def closed(**properties: Any) -> dict[str, Any]:
