@@ -10,7 +10,8 @@ every 8 to 64 steps each such request gets one draft, and after an accepted prob
 request is probed at once unless drafts of earlier requests were almost never accepted.
 
 A batch that always gets drafts would never run a step without them, and the cost model could not correct
-the seconds of such a step. So where drafts are expected to gain little, some steps run without them.
+the seconds of such a step. So some of the first steps run without drafts, and later one in 32 where drafts
+are expected to gain little.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 64  # steps between probes
 FIRST_PROBE_LENGTH = 2  # drafts of a new request's first step with drafts, while such drafts are accepted
 MIN_FIRST_PROBE_RATE = 0.1  # acceptance rate of the prior below which a new request is not probed at once
 PROBE_TIME_SHARE = 0.01  # of the time, for probes: it sets the interval between those limits
+FIRST_PLAIN_STEPS, FIRST_PLAIN_STEP_INTERVAL = 4, 4  # steps without drafts at first, every 4th step
 PLAIN_STEP_INTERVAL = 32  # steps between steps without drafts,
 MAX_PLAIN_STEP_SPEEDUP = 1.3  # where drafts are expected to gain no more than this factor
 HOLD_STEPS = 3  # steps for which a decision holds while the batch stays the same
@@ -145,9 +147,12 @@ class DraftBudget:
 
     def _is_plain_step_due(self, found: budget_kernels.Assignment, num_fixed: int) -> bool:
         """Return whether the coming step is to run without drafts, so that its seconds are observed."""
-        is_close = found.num_assigned > 0 and found.speedup < MAX_PLAIN_STEP_SPEEDUP
-        is_due = self._num_steps - self._last_plain_step >= PLAIN_STEP_INTERVAL
-        return is_close and is_due and not num_fixed and self._cost.learns
+        if not found.num_assigned or num_fixed or not self._cost.learns:
+            return False
+        num_steps = self._num_steps - self._last_plain_step
+        if self._cost.num_plain_steps < FIRST_PLAIN_STEPS:
+            return num_steps >= FIRST_PLAIN_STEP_INTERVAL
+        return found.speedup < MAX_PLAIN_STEP_SPEEDUP and num_steps >= PLAIN_STEP_INTERVAL
 
     def _probe_interval(self, num_requests: int, draft_cost: float) -> int:
         """Return the steps between probes, so that one draft for each request takes PROBE_TIME_SHARE."""

@@ -78,7 +78,8 @@ class StepCost:
         return cls({size: 1.0 + size / UNMEASURED_ROWS for size in sizes}, learns=False)
 
     def _reset(self) -> None:
-        self._num_observed = self._num_pauses = 0
+        self._num_pauses = 0
+        self.num_plain_steps = 0  # observed steps without drafts
         self._per_key = self._draft_overhead = 0.0
         self._correction = np.zeros(len(self._sizes))
         self._num_seen = [0] * len(self._sizes)  # observed steps of each size
@@ -112,7 +113,7 @@ class StepCost:
 
     def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int, has_drafts: bool) -> None:
         draft = self.draft_seconds(num_drafting)
-        if not self._num_observed:  # the table was timed on this machine: the rest is context
+        if not self.num_plain_steps and not has_drafts:  # the table was timed here: the rest is context
             empty = self.row_seconds(rows) + draft
             self._per_key = max(0.0, min(seconds, PAUSE_FACTOR * empty) - empty) / keys
         expected = self.row_seconds(rows) + self.context_seconds(keys) + draft
@@ -123,9 +124,9 @@ class StepCost:
                 self._reset()
             return
         self._num_pauses = 0
-        self._num_observed += 1
         error = min(error, MAX_ERROR_SHARE * expected)
         if not has_drafts:
+            self.num_plain_steps += 1
             self._per_key += CONTEXT_RATE * error / keys
         self._correction *= 1 - CORRECTION_DECAY
         size = bisect_left(self._sizes, rows)
