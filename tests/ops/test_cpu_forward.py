@@ -14,10 +14,12 @@ from draftproof.ops import AttentionShape, resolve
 pytest.importorskip("numba")
 
 from cpu_cases import CPU, KINDS, PAGE, close, make, poison, rand, same
+from draftproof.models.weight_formats import Int4GroupWeight, pack_weight
 from draftproof.ops.cpu.backend import CpuOps
-from draftproof.ops.cpu.gemm import blocks, w8a8
+from draftproof.ops.cpu.gemm import blocks, decoded, fma, w8a8
 from draftproof.ops.cpu.gemm.block_dot import BlockLayout
 from draftproof.ops.cpu.gemm.byte_dot import NeonDot, WideDot, select_dot
+from draftproof.ops.cpu.gemm.weight_format import PackedLinear
 from draftproof.ops.cpu.jit import amx
 from draftproof.ops.cpu.jit.compile import _closure_key
 from opcheck import Paged
@@ -218,3 +220,45 @@ def test_kernels_of_all_block_layouts_have_keys_of_their_own() -> None:
         for *values, dot, out_bf16 in product(switch, (16, 32), switch, switch, dots, switch)
     ]
     assert len({_closure_key(kernel.fn) for kernel in made}) == len(made) == 64
+
+
+def test_kernels_of_all_decoded_formats_have_keys_of_their_own() -> None:
+    cases = list(product(decoded.FORMATS, (False, True)))
+    for make_kernel in (decoded.make_linear, decoded.quantize_rows):
+        assert len({_closure_key(make_kernel(*case).fn) for case in cases}) == len(cases)
+
+
+def test_rows_are_rounded_to_e4m3_as_torch_does() -> None:
+    ops, _ = make("bf16")
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = torch.where(bits.isfinite() & (bits.abs() <= 448), bits, 0)[None].clone()
+    x[:, 0] = 448  # so that the scale is 1
+    packed = ops.forward.pack_quantized(
+        "fp8", torch.zeros(1, 65536).to(torch.float8_e4m3fn), torch.ones(1), None
+    )
+    values, scales = ops.forward._quantize_rows(x, packed)
+    assert torch.equal(values.view(torch.float32), x.to(torch.float8_e4m3fn).float())
+    assert scales.tolist() == [[1.0]]
+
+
+def test_every_e4m3_number_is_decoded() -> None:
+    ops, _ = make("fp32")
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers = numbers[(numbers & 0x7F) != 0x7F].view(torch.float8_e4m3fn)  # [254]
+    packed = ops.forward.pack_quantized("fp8", numbers[:, None].contiguous(), torch.ones(254), None)
+    assert torch.equal(ops.forward.linear(torch.full((1, 1), 448.0), packed)[0], numbers.float() * 448)
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_4_bit_weight_has_the_bits_of_its_dequantised_form(has_zeros: bool) -> None:
+    ops, dtype = make("bf16")
+    weight = Int4GroupWeight.quantize(rand(70, 320))
+    assert weight.scales is not None
+    if has_zeros:
+        zeros = torch.arange(weight.scales.numel()).view_as(weight.scales) % 16
+        weight = Int4GroupWeight.create(weight.integers(), weight.scales.half(), zeros)
+    x, dense = rand(9, 320, dtype=dtype, seed=2), PackedLinear(
+        "fma", fma.pack_panels(weight.dequantize()), None, 70, 320, dtype
+    )  # fmt: skip
+    for out in (None, torch.float32):
+        assert same(*(ops.forward.linear(x, packed, out) for packed in (pack_weight(ops, weight), dense)))

@@ -36,7 +36,7 @@ FACTORS = {
     "traffic": list(TRAFFIC),
     "strategy": EXACT,
     "dtype": ["float32", "bfloat16"],
-    "quantization": ["none", "int8"],  # others need rows of whole groups: `test_gguf_blocks`
+    "quantization": ["none", "int8", "fp8"],  # others need rows of whole groups: `test_gguf_blocks`
     "adaptive": [True, False],
     "overlap": [False, True],  # no effect with a proposer on the host
     "prefix": ["miss", "hit", "other salts", "off"],

@@ -62,7 +62,7 @@ class CpuForward(ForwardOps):
         zeros: Tensor | None = None,
     ) -> PackedLinear:
         assert scales is not None
-        return pack_quantized(weight_format, data.detach(), scales, bias, self._memory.hold)
+        return pack_quantized(weight_format, data.detach(), scales, bias, zeros, self._memory.hold)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         x = check_tensor("x", x, 2, packed.depth, packed.dtype)

@@ -119,7 +119,7 @@ def make_linear(layout: BlockLayout, out_bf16: bool, dot: Dot) -> Kernel:
 
 
 FORMAT = QuantizedFormat(
-    pack=pack_blocks,
+    pack=lambda data, scales, _: pack_blocks(data, scales),
     quantize_rows=lambda packed, dtype: quantize_blocks(packed.layout.row_floats, dtype == torch.bfloat16),
     row_bytes=lambda packed: packed.depth,
     row_floats=lambda packed: packed.depth // BLOCK * packed.layout.row_floats,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from draftproof.ops.cpu.gemm import amx, blocks, fma, int8, w8a8
+from draftproof.ops.cpu.gemm import amx, blocks, decoded, fma, int8, w8a8
 from draftproof.ops.cpu.gemm.weight_format import CpuFeatures as CpuFeatures
 from draftproof.ops.cpu.gemm.weight_format import PackedLinear as PackedLinear
 from draftproof.ops.cpu.gemm.weight_format import QuantizedFormat, WeightFormat
@@ -19,7 +19,11 @@ from draftproof.ops.cpu.jit.compile import Kernel
 # in order of preference; the first format that supports the weight is used
 FORMATS: dict[str, WeightFormat] = {"int8_amx": int8.FORMAT, "bf16_amx": amx.FORMAT, "fma": fma.FORMAT}
 # formats of checkpoints that are multiplied without being dequantised
-QUANTIZED_FORMATS: dict[str, QuantizedFormat] = {"w8a8": w8a8.FORMAT, "blocks": blocks.FORMAT}
+QUANTIZED_FORMATS: dict[str, QuantizedFormat] = {
+    "w8a8": w8a8.FORMAT,
+    "blocks": blocks.FORMAT,
+    **decoded.FORMATS,
+}
 
 
 def pack(
@@ -39,14 +43,15 @@ def pack(
 
 def pack_quantized(
     name: str,
-    data: Tensor,  # [N, K] integers
-    scales: Tensor,  # [N, ...] fp32
+    data: Tensor,  # [N, ...]
+    scales: Tensor,
     bias: Tensor | None,
+    zeros: Tensor | None,
     hold: Callable[[Tensor], Tensor],  # copies packed data to weight memory
 ) -> PackedLinear:
     """Pack a quantised weight."""
     bias = None if bias is None else bias.detach().float().clone().contiguous()
-    made = QUANTIZED_FORMATS[name].pack(data, scales.float())
+    made = QUANTIZED_FORMATS[name].pack(data, scales.float(), zeros)
     sizes = len(data), made.depth
     return PackedLinear(name, hold(made.weight), bias, *sizes, None, made.extra, made.layout)
 

@@ -113,7 +113,7 @@ QUANTIZE_ROWS = [_quantize_rows(False), _quantize_rows(True)]  # by the dtype of
 
 
 FORMAT = QuantizedFormat(
-    pack=pack,
+    pack=lambda data, scales, _: pack(data, scales),
     quantize_rows=lambda packed, dtype: QUANTIZE_ROWS[dtype == torch.bfloat16],
     row_bytes=lambda packed: padded_depth(packed.depth),
     row_floats=lambda packed: 1,

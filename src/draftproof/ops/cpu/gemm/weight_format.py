@@ -59,7 +59,8 @@ class PackedWeight:
 class QuantizedFormat:
     """Packing of a weight that is multiplied by quantised rows, and the kernels for that."""
 
-    pack: Callable[[Tensor, Tensor], PackedWeight]  # stored integers [N, K], scales -> packed
+    # stored data, scales, zero points -> packed
+    pack: Callable[[Tensor, Tensor, Tensor | None], PackedWeight]
     quantize_rows: Callable[[PackedLinear, torch.dtype], Kernel]  # for x of this dtype
     row_bytes: Callable[[PackedLinear], int]  # bytes of a quantised row
     row_floats: Callable[[PackedLinear], int]  # scales of a quantised row
