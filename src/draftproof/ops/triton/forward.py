@@ -40,7 +40,8 @@ class TritonForward(ForwardOps):
 
     fused_rows_limit: ClassVar[int] = 96
     gather_last_layer_from_rows: ClassVar[int] = 1024
-    weight_formats: ClassVar[frozenset[str]] = WEIGHT_FORMATS
+    # 4-bit groups had bits that depend on the tile, and the corrected tiles were not run on a GPU yet
+    weight_formats: ClassVar[frozenset[str]] = WEIGHT_FORMATS - {"w4a16"}
     int4_format: ClassVar[str] = "w4a16"
 
     def __init__(self, launch: LaunchContext, cublas: Mode, one_launch: bool) -> None:

@@ -59,9 +59,10 @@ FP32_TILES = {
 }
 
 
-# Tiles of quantised weights: maximum rows -> the default, then tiles to measure. e4m3 tiles have at least 64
-# rows, so that one tensor core instruction serves every number of rows, and the depth of a chunk. The depth
-# of a step of 4-bit weights is that of their layout.
+# Tiles of quantised weights: maximum rows -> the default, then tiles to measure. e4m3 and 4-bit tiles have
+# at least 64 rows, so that one tensor core instruction serves every number of rows. In smaller 4-bit tiles
+# Triton permutes K, because the weight is loaded as bytes, and the sum has other bits. The depth of a step is
+# that of a chunk (e4m3) or of the layout (4 bits).
 QUANTIZED_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "w8a8": {
         16: (
@@ -91,12 +92,10 @@ QUANTIZED_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
         ANY_ROWS: (Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 3)),
     },
     "w4a16": {
-        16: (
-            Tile(16, 32, 256, 4, 4, True), Tile(16, 64, 256, 4, 4, True), Tile(16, 16, 256, 4, 5, True),
-            Tile(16, 32, 256, 2, 5), Tile(16, 64, 256, 8, 3),
+        64: (
+            Tile(64, 32, 256, 4, 4, True), Tile(64, 16, 256, 4, 5, True), Tile(64, 64, 256, 4, 3, True),
+            Tile(64, 32, 256, 4, 3),
         ),
-        32: (Tile(32, 32, 256, 4, 4, True), Tile(32, 64, 256, 4, 3)),
-        64: (Tile(64, 64, 256, 4, 3), Tile(64, 32, 256, 4, 3)),
         ANY_ROWS: (Tile(64, 128, 256, 8, 2), Tile(64, 64, 256, 4, 3)),
     },
 }  # fmt: skip
