@@ -23,7 +23,7 @@ from draftproof.ops import resolve
 SUPPORT = Path(__file__).parents[1] / "support"
 CHECKS = [
     (module, node.name)
-    for module in ("triton_checks", "triton_layer_checks")
+    for module in ("triton_checks", "triton_layer_checks", "triton_kv_checks")
     for node in ast.parse((SUPPORT / f"{module}.py").read_text()).body
     if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "check" for d in node.decorator_list)
 ]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import BACKENDS, AttentionShape, Ops, Rows, resolve
+from draftproof.ops import BACKENDS, AttentionShape, KVLayout, Ops, Rows, resolve
+from draftproof.ops.contract.kv_layout import kv_format, split_page_bytes
+from draftproof.ops.torch.kv import store_kv
 
 CPU = torch.device("cpu")
 POOL = 40  # rows in the largest call
@@ -67,7 +69,7 @@ def check_order(ids: list[int], row: Tensor, gap: float = 1e-4) -> None:
 
 
 class Paged:
-    """A KV cache with pages out of order and NaN where no row may read."""
+    """A KV cache with pages out of order and NaN where no row may read; `dtype` may be a quantised one."""
 
     def __init__(
         self, heads: AttentionShape, lengths: list[int], dtype: torch.dtype, page_size: int = 8, seed: int = 0
@@ -77,14 +79,18 @@ class Paged:
         max_pages = max(-(-n // page_size) for n in lengths)
         order = 1 + torch.randperm(len(lengths) * max_pages, generator=random)
         self.page_table = order.view(len(lengths), max_pages).to(torch.int32)
-        shape = (2, len(order) + 1, page_size, heads.num_kv, heads.dim)
-        self.cache = torch.full(shape, torch.nan, dtype=dtype)
-        flat = self.cache.view(2, -1, heads.num_kv, heads.dim)
+        layout = KVLayout(1, heads.num_kv, heads.dim, dtype)
+        (self.cache,) = layout.allocate(len(order) + 1, page_size, CPU)
+        if kv_format(dtype) is None:
+            self.cache.fill_(torch.nan)
+        else:
+            split_page_bytes(self.cache)[1].fill_(torch.nan)
         self.pool = [(slot, p) for slot, n in enumerate(lengths) for p in range(n)]
-        for slot, p in self.pool:
-            flat[:, self.place(slot, p)] = torch.randn(
-                (2, heads.num_kv, heads.dim), generator=random, dtype=torch.float32
-            ).to(dtype)
+        rows = [torch.randn((2, heads.num_kv, heads.dim), generator=random) for _ in self.pool]
+        places = torch.tensor([self.place(slot, p) for slot, p in self.pool])
+        keys, values = torch.stack(rows, 1)
+        stored = torch.float32 if kv_format(dtype) else dtype
+        store_kv(self.cache, places, keys.to(stored), values.to(stored))
 
     def place(self, slot: int, position: int) -> int:
         page = int(self.page_table[slot, position // self.page_size])

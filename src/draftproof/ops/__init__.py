@@ -12,6 +12,7 @@ import torch as pytorch  # the subpackage `torch` takes that name here once it i
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.backend import Ops as Ops
+from draftproof.ops.contract.kv_layout import KVLayout as KVLayout
 from draftproof.ops.contract.runtime import Runtime as Runtime
 from draftproof.ops.contract.sampling import STREAM_ACCEPT as STREAM_ACCEPT
 from draftproof.ops.contract.sampling import STREAM_RESIDUAL as STREAM_RESIDUAL
@@ -19,7 +20,6 @@ from draftproof.ops.contract.sampling import STREAM_SAMPLE as STREAM_SAMPLE
 from draftproof.ops.contract.sampling import STREAM_SYNTHETIC as STREAM_SYNTHETIC
 from draftproof.ops.contract.types import Attention as Attention
 from draftproof.ops.contract.types import AttentionShape as AttentionShape
-from draftproof.ops.contract.types import KVLayout as KVLayout
 from draftproof.ops.contract.types import Layer as Layer
 from draftproof.ops.contract.types import Layout as Layout
 from draftproof.ops.contract.types import Mlp as Mlp

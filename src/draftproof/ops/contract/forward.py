@@ -77,7 +77,7 @@ class ForwardOps(ABC):
         rows: Rows,
         attention: Attention,  # its heads and the per-head norms before rope
         rope: Tensor,  # [max_len, dim] fp32: cos of the dim/2 frequencies, then sin
-        cache: Tensor,  # [2, pages, page_size, num_kv, dim]: K, then V, of this layer; written
+        cache: Tensor,  # K, then V, of this layer, see `kv_layout`; written
         eps: float,
     ) -> Tensor:
         """Norm and rotate q and k (halves convention), store k and v, and return q [R, num_q * dim]."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from draftproof.types import Rows, Windows
@@ -89,33 +88,6 @@ class Layer:
     # The first layer of an EAGLE-3 draft head reads [normed token embedding, normed residual].
     token_norm: Tensor | None = None  # [hidden]
     residual_is_normed: bool = False  # the residual around the attention is the normed row
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """Storage of K and V of a model: shape and dtype of one layer's cache, and how many layers have one.
-
-    Cache of a layer: [2, pages, page_size, num_kv_heads, head_dim], K first, then V.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Return the bytes that one token takes in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-    def shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
-        """Return the shape of one layer's cache."""
-        return 2, num_pages, page_size, self.num_kv_heads, self.head_dim
-
-    def allocate(self, num_pages: int, page_size: int, device: torch.device) -> list[Tensor]:
-        """Return zeroed caches, one per layer."""
-        shape = self.shape(num_pages, page_size)
-        return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)]
 
 
 class FusedLayers(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftproof.ops.contract.kv_layout import kv_format, row_elements
 from draftproof.ops.contract.types import AttentionShape
 from draftproof.types import Rows
 
@@ -45,10 +46,14 @@ def check_doubles(x: Tensor, rows: int) -> Tensor:
 
 
 def check_cache(cache: Tensor, heads: AttentionShape, dtype: torch.dtype) -> None:
-    if cache.dim() != 5 or cache.shape[0] != 2 or cache.shape[3:] != (heads.num_kv, heads.dim):
-        raise ValueError(f"cache is {tuple(cache.shape)}; wanted [2, pages, page_size, kv, dim]")
-    if cache.dtype != dtype or not cache.is_contiguous() or cache.numel() == 0:
-        raise ValueError(f"cache must be contiguous and {dtype}")
+    row = row_elements(heads.dim, cache.dtype)
+    if cache.dim() != 5 or cache.shape[0] != 2 or cache.shape[3:] != (heads.num_kv, row):
+        raise ValueError(
+            f"cache is {tuple(cache.shape)}; wanted [2, pages, page_size, {heads.num_kv}, {row}]"
+        )
+    has_dtype = cache.dtype == dtype or kv_format(cache.dtype) is not None
+    if not has_dtype or not cache.is_contiguous() or cache.numel() == 0:
+        raise ValueError(f"cache must be contiguous and {dtype} or quantised, not {cache.dtype}")
     if heads.num_q % heads.num_kv or heads.dim % 2:
         raise ValueError(f"{heads} does not divide evenly")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.ops.cpu.attention.kv import kv_offset, store_kv
+from draftproof.ops.cpu.attention.kv import KV_FORMS, store_kv
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import Kernel, copy_bytes, device, f64_of_bits, kernel, load_i64, share
 
@@ -122,7 +122,7 @@ def _rotate(src: int, out: int, angles: int, half: int, bf16: bool) -> None:
         v.tstore(out, i, turned, n, bf16)
 
 
-def _rope_store(bf16: bool) -> Kernel:
+def _rope_store(bf16: bool, form: int) -> Kernel:
     size = 2 if bf16 else 4
 
     @kernel
@@ -130,21 +130,21 @@ def _rope_store(bf16: bool) -> Kernel:
         """Rotate q and k and store k and v.
 
         args: q_out, qkv, positions, kv_index, rope, cache, q_norm, k_norm, num_q, num_kv, dim, max_len,
-        places (pages * page_size), eps.
+        page_size, places (pages * page_size), eps.
         """
         q_out, qkv = load_i64(args), load_i64(args + 8)
         positions, kv_index = load_i64(args + 16), load_i64(args + 24)
         rope, cache = load_i64(args + 32), load_i64(args + 40)
         q_norm, k_norm = load_i64(args + 48), load_i64(args + 56)
         num_q, num_kv, dim = load_i64(args + 64), load_i64(args + 72), load_i64(args + 80)
-        max_len, places = load_i64(args + 88), load_i64(args + 96)
-        eps = f64_of_bits(load_i64(args + 104))
+        max_len, page_size, places = load_i64(args + 88), load_i64(args + 96), load_i64(args + 104)
+        eps = f64_of_bits(load_i64(args + 112))
         heads = num_q + 2 * num_kv
         begin, end = share(rows * heads, thread, threads)
         for unit in range(begin, end):
             row = unit // heads
             head = unit - row * heads
-            src, address = qkv + unit * dim * size, 0
+            src, place, kv_head = qkv + unit * dim * size, 0, 0
             position = min(max(load_i64(positions + 8 * row), 0), max_len - 1)
             angles = rope + position * dim * 4
             if head < num_q:
@@ -156,9 +156,8 @@ def _rope_store(bf16: bool) -> Kernel:
                     continue  # padding: nothing to store
                 is_v = head >= num_q + num_kv
                 kv_head = head - num_q - (num_kv if is_v else 0)
-                address = cache + kv_offset(place + (places if is_v else 0), kv_head, num_kv, dim, size)
                 if is_v:
-                    store_kv(address, src, dim, size)
+                    store_kv(cache, places + place, kv_head, src, page_size, num_kv, dim, bf16, form)
                     continue
                 dst = scratch
                 norm = k_norm
@@ -167,7 +166,7 @@ def _rope_store(bf16: bool) -> Kernel:
                 src = dst
             _rotate(src, dst, angles, dim // 2, bf16)
             if head >= num_q:
-                store_kv(address, dst, dim, size)
+                store_kv(cache, place, kv_head, dst, page_size, num_kv, dim, bf16, form)
 
     return rope_store
 
@@ -176,4 +175,7 @@ def _rope_store(bf16: bool) -> Kernel:
 RMS_NORM: list[Any] = [_rms_norm(False), _rms_norm(True)]
 ADD_RMS_NORM: list[Any] = [_add_rms_norm(False), _add_rms_norm(True)]
 SILU_MUL: list[Any] = [_silu_mul(False), _silu_mul(True)]
-ROPE_STORE: list[Any] = [_rope_store(False), _rope_store(True)]
+# KV form -> kernels by activation dtype
+ROPE_STORE: dict[int, list[Any]] = {
+    form: [_rope_store(False, form), _rope_store(True, form)] for form in set(KV_FORMS.values())
+}

@@ -14,6 +14,7 @@ from draftproof.ops.cpu import elementwise
 from draftproof.ops.cpu.argument_checks import check_cache, check_ints, check_rows, check_tensor, is_bf16
 from draftproof.ops.cpu.attention import driver
 from draftproof.ops.cpu.attention import fma as attention_parts
+from draftproof.ops.cpu.attention.kv import KV_FORMS
 from draftproof.ops.cpu.executor import SINGLE_THREAD_ELEMENTS, Executor
 from draftproof.ops.cpu.gemm.formats import (
     QUANTIZED_FORMATS,
@@ -153,9 +154,10 @@ class CpuForward(ForwardOps):
         count = qkv.shape[0]
         positions, kv_index = check_rows(rows, count, "positions", "kv_index")
         q = self._run.new((count, heads.num_q * heads.dim), qkv.dtype)
-        sizes = (heads.num_q, heads.num_kv, heads.dim, rope.shape[0], cache[0, :, :, 0, 0].numel())
+        places = cache.shape[1] * cache.shape[2]
+        sizes = (heads.num_q, heads.num_kv, heads.dim, rope.shape[0], cache.shape[2], places)
         constants = (rope, cache, attention.q_norm, attention.k_norm, *sizes, float(eps))
-        kernel = elementwise.ROPE_STORE[is_bf16(qkv.dtype)]
+        kernel = elementwise.ROPE_STORE[KV_FORMS[cache.dtype]][is_bf16(qkv.dtype)]
         small = qkv.numel() < SINGLE_THREAD_ELEMENTS
         self._run.call(kernel, count, [q], [qkv, positions, kv_index], constants, small=small)
         return q
@@ -173,7 +175,7 @@ class CpuForward(ForwardOps):
         constants.append(float(heads.scale))
         bf16 = is_bf16(q.dtype)
         attend = driver.ATTENTION_AMX if self._features.amx else driver.ATTENTION
-        kernels = [attend[bf16], driver.ATTENTION_MERGE[bf16]]
+        kernels = [attend[KV_FORMS[cache.dtype]][bf16], driver.ATTENTION_MERGE[bf16]]
         scratch = attention_parts.scratch_bytes(heads.num_q // heads.num_kv, heads.dim)
         self._run.call(kernels, q.shape[0], [out], [q, positions, slots], constants, scratch)
         return out

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.forward import ForwardOps
+from draftproof.ops.contract.kv_layout import kv_format
 from draftproof.ops.contract.types import Attention, AttentionShape, Layer
 from draftproof.ops.triton import elementwise, kernel_utils
 from draftproof.ops.triton import rope as rope_kernels
@@ -139,8 +140,9 @@ class TritonForward(ForwardOps):
     ) -> Tensor:
         packed, heads, epilogue = attention.qkv, attention.heads, Epilogue.ROPE_STORE
         run_separate = partial(super().linear_rope_store, x, rows, attention, rope, cache, eps)
-        has_norms = attention.q_norm is not None or attention.k_norm is not None
-        if has_norms or not supports_fused(packed, len(x), epilogue, heads.dim):
+        needs_heads = attention.q_norm is not None or attention.k_norm is not None
+        needs_heads |= kv_format(cache.dtype) is not None  # a scale is that of a whole head
+        if needs_heads or not supports_fused(packed, len(x), epilogue, heads.dim):
             return run_separate()
         x, dtype = check_input(x, packed, None)
         rope = kernel_utils.matrix("rope", rope, heads.dim, FP32)
@@ -191,7 +193,8 @@ class TritonForward(ForwardOps):
         """Run all layers in one launch if the fused kernel supports them; see `FusedLayers`."""
         residual = kernel_utils.matrix("residual", residual)
         rope = kernel_utils.matrix("rope", rope, None, FP32)
-        if not self.one_launch or not self._fused_layers.supports(residual, layers):
+        is_quantized = any(kv_format(cache.dtype) is not None for cache in caches)
+        if not self.one_launch or is_quantized or not self._fused_layers.supports(residual, layers):
             return None
         for layer, cache in zip(layers, caches, strict=True):
             check_rows(rows, len(residual), layer.attention.heads, cache, residual.dtype)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.errors import ConfigError
+from draftproof.ops.contract.kv_layout import kv_format, row_elements
 from draftproof.ops.contract.types import AttentionShape
 from draftproof.types import Rows
 
@@ -212,8 +213,9 @@ def check_rows(rows: Rows, count: int, heads: AttentionShape, cache: Tensor, dty
     table = rows.page_table
     if table.ndim != 2 or table.dtype != torch.int32 or not table.is_contiguous():
         raise ConfigError(f"page_table must be [slots, pages] int32, not {list(table.shape)} {table.dtype}")
-    shape = (2, cache.shape[1], cache.shape[2], heads.num_kv, heads.dim)
-    if cache.shape != shape or cache.dtype != dtype or not cache.is_contiguous():
+    shape = (2, cache.shape[1], cache.shape[2], heads.num_kv, row_elements(heads.dim, cache.dtype))
+    has_dtype = cache.dtype == dtype or kv_format(cache.dtype) is not None
+    if cache.shape != shape or not has_dtype or not cache.is_contiguous():
         raise ConfigError(f"cache must be {list(shape)} {dtype}, not {list(cache.shape)} {cache.dtype}")
 
 

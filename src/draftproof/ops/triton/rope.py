@@ -22,9 +22,10 @@ HEADS_PER_PROGRAM = 16  # fixed, so that the norm of a head has one reduction tr
 def rope_store_kernel(
     qkv, positions, slots, kv_index, rope, cache, out, q_norm, k_norm, eps, plane,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    HEADS_PER_PROGRAM: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate qkv [R, TOTAL * D]: q to out [R, NUM_Q * D], k and v to cache [2, tokens, NUM_KV, D]."""
+    """Rotate qkv [R, TOTAL * D]: q to out [R, NUM_Q * D], k and v to the cache."""
     pdl_sync(PDL)
     TOTAL: tl.constexpr = NUM_Q + 2 * NUM_KV
     MIDDLE: tl.constexpr = D // 2
@@ -60,10 +61,10 @@ def rope_store_kernel(
     tl.store(q_at, low, mask=valid & is_q[:, None])
     tl.store(q_at + MIDDLE, high, mask=valid & is_q[:, None])
     kv_head = tl.where(is_v, head - NUM_KV, head) - NUM_Q
-    token_offset = tl.load(kv_index + row) * (NUM_KV * D)
+    index = tl.load(kv_index + row)
     stored = valid & (head >= NUM_Q)[:, None] & (tl.load(slots + row) >= 0)
     plane_offset = tl.where(is_v, plane, 0)[:, None]
-    store_kv(cache, plane_offset, token_offset, kv_head[:, None], j[None, :], low, high, stored, D)
+    store_kv(cache, plane_offset, index, kv_head[:, None], j[None, :], low, high, stored, NUM_KV, D, PAGE)
 
 
 def rope_store(
@@ -77,7 +78,8 @@ def rope_store(
         qkv, rows.positions, rows.slots, rows.kv_index, rope, cache, out,
         rope if q_norm is None else q_norm, rope if k_norm is None else k_norm, eps, cache.stride(0),
         NUM_Q=heads.num_q, NUM_KV=heads.num_kv, D=heads.dim, HALF=next_power_of_two(heads.dim // 2),
-        HEADS_PER_PROGRAM=HEADS_PER_PROGRAM, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        PAGE=cache.shape[2], HEADS_PER_PROGRAM=HEADS_PER_PROGRAM,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         **launch_options(pdl, num_warps=4, enable_fp_fusion=False),
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Attention over one split of keys on AMX tiles, for bf16.
+"""Attention over one split of keys on AMX tiles, for bf16; quantised keys are read by `fma` alone.
 
 Scores: q [16, dim] times K, whose 16 x 16 pairs are transposed into tiles. Sums: weights times V, whose
 keys are interleaved in pairs. The weights are given to the tiles as two bf16 terms (high and low), so
@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from draftproof.ops.cpu.attention.fma import ARG, SPLIT, arg, clear, clip, first_key
-from draftproof.ops.cpu.attention.kv import copy_kv_bf16, key_stride, kv_offset, plane_bytes, token_index
+from draftproof.ops.cpu.attention.kv import (
+    FLOAT,
+    copy_kv_bf16,
+    key_stride,
+    kv_offset,
+    plane_bytes,
+    token_index,
+)
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS, transpose
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.amx import TILE_BYTES, tiles_dot, tiles_dot_pair
@@ -36,7 +43,7 @@ def _find_keys(args: int, slot: int, head: int, start: int, end: int, places: in
     key = start
     while key < end:
         index = token_index(pages, key, page_size, arg(args, ARG.num_pages))
-        place = kv_offset(index, head, num_kv, dim, 2)
+        place = kv_offset(index, head, page_size, num_kv, dim, 2, FLOAT)
         stop = (key // page_size + 1) * page_size
         for i in range(key, min(end, stop)):
             store_i64(places + 8 * (i - start), place)
@@ -75,7 +82,8 @@ def _pack_values(args: int, places: int, keys: int, wide: int, packed: int, flag
     """
     dim = arg(args, ARG.dim)
     cache = arg(args, ARG.cache)
-    cache += plane_bytes(arg(args, ARG.num_pages), arg(args, ARG.page_size), arg(args, ARG.num_kv), dim, 2)
+    num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
+    cache += plane_bytes(num_pages, page_size, arg(args, ARG.num_kv), dim, 2, FLOAT)
     steps = (keys + 31) // 32
     any_bad = False
     exponents, none = v.isplat(_EXPONENT), v.isplat(0)

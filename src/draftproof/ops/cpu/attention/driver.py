@@ -20,6 +20,7 @@ from draftproof.ops.cpu.attention.fma import (
     split_fma,
     write,
 )
+from draftproof.ops.cpu.attention.kv import FLOAT, KV_FORMS
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS
 from draftproof.ops.cpu.jit.amx import configure_rows, tiles_release
 from draftproof.ops.cpu.jit.compile import Kernel, device, inlined, kernel, load_i64, share
@@ -69,7 +70,7 @@ def _shared(args: int, rows: int, threads: int) -> Any:
     return threads > 1 and runs < 8 * threads and fits, units
 
 
-def _attention(bf16: bool, amx: bool) -> Kernel:
+def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
     @inlined
     def split_keys(
         args: int, first: int, end: int, head: int, slot: int, split: int, part: int, scratch: int
@@ -77,7 +78,7 @@ def _attention(bf16: bool, amx: bool) -> Kernel:
         if amx:
             split_amx(args, first, end - first, head, slot, split * SPLIT, part, scratch)
         else:
-            split_fma(args, first, end - first, head, slot, split * SPLIT, part, scratch, bf16)
+            split_fma(args, first, end - first, head, slot, split * SPLIT, part, scratch, bf16, form)
 
     @kernel
     def attention(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -161,7 +162,10 @@ def _attention_merge(bf16: bool) -> Kernel:
     return attention_merge
 
 
-# kernels by activation dtype: [fp32, bf16]
-ATTENTION: list[Any] = [_attention(False, False), _attention(True, False)]
-ATTENTION_AMX: list[Any] = [ATTENTION[0], _attention(True, True)]
+# KV form -> kernels by activation dtype: [fp32, bf16]
+ATTENTION: dict[int, list[Any]] = {
+    form: [_attention(False, False, form), _attention(True, False, form)] for form in set(KV_FORMS.values())
+}
+# on AMX tiles, where a kernel exists
+ATTENTION_AMX = ATTENTION | {FLOAT: [ATTENTION[FLOAT][0], _attention(True, True, FLOAT)]}
 ATTENTION_MERGE: list[Any] = [_attention_merge(False), _attention_merge(True)]

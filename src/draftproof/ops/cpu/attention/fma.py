@@ -17,11 +17,15 @@ from typing import Any
 import numpy as np
 
 from draftproof.ops.cpu.attention.kv import (
+    FLOAT,
+    SCALE_BYTES,
     copy_kv_bf16,
+    element_bytes,
     key_stride,
     kv_offset,
     load_kv,
     plane_bytes,
+    scale_offset,
     token_index,
 )
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS, MAX_ROWS, panel_f32, transpose, transpose_bf16
@@ -65,13 +69,22 @@ def first_key(position: int, window: int) -> int:
 
 @device
 def _gather(
-    args: int, cache: int, slot: int, head: int, first: int, last: int, out: int, bf16: bool, widen: bool
+    args: int,
+    cache: int,
+    slot: int,
+    head: int,
+    first: int,
+    last: int,
+    out: int,
+    bf16: bool,
+    form: int,
+    widen: bool,
 ) -> None:
     """Write out [last - first, wide]: the head's vectors of keys [first, last) of one request.
 
-    The vectors are in fp32, or as they are stored if not `widen`.
+    The vectors are in fp32, or as they are stored if they are bf16 and not `widen`.
     """
-    size = 2 if bf16 else 4
+    size = element_bytes(bf16, form)
     num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
     num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
@@ -79,15 +92,21 @@ def _gather(
     key = first
     while key < last:
         index = token_index(pages, key, page_size, num_pages)
-        src = cache + kv_offset(index, head, num_kv, dim, size)
+        src = cache + kv_offset(index, head, page_size, num_kv, dim, size, form)
+        scale_at = cache + scale_offset(index, head, page_size, num_kv, dim)
         stop = min(last, (key // page_size + 1) * page_size)
         while key < stop:
-            if bf16 and not widen:
+            dst = out + (key - first) * wide * 4
+            if form != FLOAT:
+                scale = v.splat(load_f32(scale_at))
+                for i in range(0, dim, 16):
+                    v.store(dst + 4 * i, v.mul(load_kv(src, i, dim - i, bf16, form), scale))
+                scale_at += SCALE_BYTES
+            elif bf16 and not widen:
                 copy_kv_bf16(out + (key - first) * wide * 2, src, dim)
             else:
-                dst = out + (key - first) * wide * 4
                 for i in range(0, dim, 16):
-                    v.store(dst + 4 * i, load_kv(src, i, dim - i, bf16))
+                    v.store(dst + 4 * i, load_kv(src, i, dim - i, bf16, form))
             src += key_stride(num_kv, dim, size)
             key += 1
 
@@ -211,7 +230,16 @@ def _add_weighted_values(
 
 @device
 def split_fma(
-    args: int, first: int, rows: int, head: int, slot: int, split: int, part: int, scratch: int, bf16: bool
+    args: int,
+    first: int,
+    rows: int,
+    head: int,
+    slot: int,
+    split: int,
+    part: int,
+    scratch: int,
+    bf16: bool,
+    form: int,
 ) -> None:
     """Write the sums and then the states of one split and one kv head, for adjacent rows of a request."""
     size = 2 if bf16 else 4
@@ -223,9 +251,11 @@ def split_fma(
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
     part_state = part + queries * wide * 4
     cache = arg(args, ARG.cache)
+    num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
     values = cache + plane_bytes(
-        arg(args, ARG.num_pages), arg(args, ARG.page_size), arg(args, ARG.num_kv), dim, size
+        num_pages, page_size, arg(args, ARG.num_kv), dim, element_bytes(bf16, form), form
     )
+    is_raw = bf16 and form == FLOAT  # keys are transposed as they are stored
 
     qs = scratch  # [queries, wide] fp32, scaled
     scores = qs + queries * wide * 4  # [queries, SPLIT]
@@ -245,15 +275,15 @@ def split_fma(
                 v.store(qs + (i * wide + d) * 4, x)
     lowest = lowest // BLOCK * BLOCK
     for start in range(lowest, highest, BLOCK):
-        _gather(args, cache, slot, head, start, min(start + BLOCK, highest), lines, bf16, False)
-        step = 8 if bf16 else 16
+        _gather(args, cache, slot, head, start, min(start + BLOCK, highest), lines, bf16, form, False)
+        step, line_size = (8, 2) if is_raw else (16, 4)
         for d in range(0, dim, step):
             for key in range(0, BLOCK, step):
-                src, dst = lines + (key * wide + d) * size, transposed + (d * BLOCK + key) * 4
-                if bf16:
-                    transpose_bf16(src, wide * size, dst, BLOCK * 4)
+                src, dst = lines + (key * wide + d) * line_size, transposed + (d * BLOCK + key) * 4
+                if is_raw:
+                    transpose_bf16(src, wide * line_size, dst, BLOCK * 4)
                 else:
-                    transpose(src, wide * size, dst, BLOCK * 4)
+                    transpose(src, wide * line_size, dst, BLOCK * 4)
         at = scores + (start - split) * 4
         for i in range(queries):
             for key in range(0, BLOCK, 16):
@@ -274,5 +304,5 @@ def split_fma(
             store_f32(part_state + 8 * i + 4, mass)
     for start in range(lowest, highest, BLOCK):
         end = min(start + BLOCK, highest)
-        _gather(args, values, slot, head, start, end, lines, bf16, True)
+        _gather(args, values, slot, head, start, end, lines, bf16, form, True)
         _add_weighted_values(queries, group, positions, window, split, start, end, scores, lines, part, wide)

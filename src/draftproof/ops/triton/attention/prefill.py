@@ -19,7 +19,14 @@ from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention import splitkv
-from draftproof.ops.triton.attention.kv_cache import kv_offset, load_keys, load_values
+from draftproof.ops.triton.attention.kv_cache import (
+    convert_elements,
+    head_pointers,
+    kv_offset,
+    load_keys,
+    load_scales,
+    load_values,
+)
 from draftproof.ops.triton.attention.splitkv import PartialBuffers, merge_partials, padded_dim, store_partial
 from draftproof.ops.triton.attention.worklist import MAX_CHUNKS, WorkLists
 from draftproof.ops.triton.kernel_utils import INTERPRETED, next_power_of_two
@@ -60,24 +67,27 @@ CHUNKED_TILES = {128: TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_
 
 @triton.jit
 def attend_full_block(
-    q, pages, cache_k, cache_v, at, scale, m, sums, acc,
+    q, pages, kv, at, scale, m, sums, acc,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     ONES: tl.constexpr,
 ):  # fmt: skip
     """Do `attend_block` for keys that are visible to all rows, without masks."""
     key = at + tl.arange(0, KEYS)
-    offset = kv_offset(tl.load(pages + key // PAGE), key, NUM_KV, D, PAGE)
-    k = load_keys(cache_k, offset, None, 0.0, D, BD, "")
-    v = load_values(cache_v, offset, None, 0.0, D, BD, "")
-    scores = tl.dot(q, k, input_precision="ieee") * scale
-    top, p, decay = splitkv.softmax_step(scores, m, q.dtype)
-    sums, acc = splitkv.accumulate_values(p, v, decay, sums, acc, KEYS, ONES)
+    page = tl.load(pages + key // PAGE)
+    offset = kv_offset(kv[0], page, key, NUM_KV, D, PAGE)
+    k = load_keys(kv[0], offset, None, 0.0, D, BD, "")
+    v = load_values(kv[1], offset, None, 0.0, D, BD, "")
+    factor = splitkv.scaled_by_keys(scale, load_scales(kv[2], page, key, None, NUM_KV, D, PAGE))
+    value_scales = load_scales(kv[3], page, key, None, NUM_KV, D, PAGE)
+    scores = tl.dot(q, convert_elements(k, q.dtype), input_precision="ieee") * factor
+    top, p, decay = splitkv.softmax_step(scores, m)
+    sums, acc = splitkv.accumulate_values(p, v, value_scales, decay, sums, acc, q.dtype, KEYS, ONES)
     return top, sums, acc
 
 
 @triton.jit
 def attend_blocks(
-    q, pos, pages, cache_k, cache_v, first, last, first_position, start, end, scale,
+    q, pos, pages, kv, first, last, first_position, start, end, scale,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
     SPLIT_FULL: tl.constexpr, PREFETCH_PAGES: tl.constexpr,
@@ -95,7 +105,7 @@ def attend_blocks(
         masked_start = tl.maximum(start, tl.minimum((first_position + 1) // SPAN * BLOCKS, end))
         for block in range(start, masked_start):
             m1, sums1, acc1 = attend_full_block(
-                q, pages, cache_k, cache_v, block * KEYS, scale, m1, sums1, acc1,
+                q, pages, kv, block * KEYS, scale, m1, sums1, acc1,
                 NUM_KV, D, BD, PAGE, KEYS, ONES,
             )  # fmt: skip
             if block % BLOCKS == BLOCKS - 1:  # the span is complete
@@ -109,12 +119,12 @@ def attend_blocks(
             key = (block + 1) * KEYS + tl.arange(0, KEYS)
             page = tl.load(pages + key // PAGE, mask=key <= last, other=0)
             m1, sums1, acc1 = splitkv.attend_paged_block(
-                q, pos, current_page, cache_k, cache_v, first, last, block * KEYS, scale,
+                q, pos, current_page, kv, first, last, block * KEYS, scale,
                 m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
             )  # fmt: skip
         else:
             m1, sums1, acc1 = splitkv.attend_block(
-                q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale,
+                q, pos, pages, kv, first, last, block * KEYS, scale,
                 m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
             )  # fmt: skip
         if (block % BLOCKS == BLOCKS - 1) | (block == end - 1):
@@ -125,7 +135,7 @@ def attend_blocks(
 
 @triton.jit
 def store_spans(
-    q, pos, pages, cache_k, cache_v, first, last, start, end, scale, parts, stats, base, ok, inside,
+    q, pos, pages, kv, first, last, start, end, scale, parts, stats, base, ok, inside,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +146,7 @@ def store_spans(
     acc1 = tl.zeros((BM, BD), tl.float32)
     for block in range(start, end):
         m1, sums1, acc1 = splitkv.attend_block(
-            q, pos, pages, cache_k, cache_v, first, last, block * KEYS, scale,
+            q, pos, pages, kv, first, last, block * KEYS, scale,
             m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
         )  # fmt: skip
         if (block % BLOCKS == BLOCKS - 1) | (block == end - 1):
@@ -147,7 +157,7 @@ def store_spans(
 
 @triton.jit
 def attend_chunk(
-    q, pos, pages, cache_k, cache_v, first, last, first_position, scale, parts, stats, counter, base, part,
+    q, pos, pages, kv, first, last, first_position, scale, parts, stats, counter, base, part,
     chunk, ok, inside, out_at,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
@@ -164,7 +174,7 @@ def attend_chunk(
     end = tl.minimum(last // KEYS + 1, start + chunk * (SPAN // KEYS))
     if part == 0:
         m, total, acc = attend_blocks(
-            q, pos, pages, cache_k, cache_v, first, last, first_position, start, end, scale,
+            q, pos, pages, kv, first, last, first_position, start, end, scale,
             NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
         )  # fmt: skip
         if length <= chunk:
@@ -173,7 +183,7 @@ def attend_chunk(
             store_partial(parts, stats, base + chunk_result, m, total, acc, ok, inside, BD)
     else:
         store_spans(
-            q, pos, pages, cache_k, cache_v, first, last, start, end, scale, parts, stats, base, ok, inside,
+            q, pos, pages, kv, first, last, start, end, scale, parts, stats, base, ok, inside,
             NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
         )  # fmt: skip
     if length > chunk:
@@ -228,18 +238,17 @@ def prefill_attention_kernel(
         q_offset = row_head[:, None] * D + d[None, :]
         query = tl.load(q + q_offset, mask=inside, other=0.0)
         pages = page_table + slot * max_pages
-        cache_k = cache + head * D
-        cache_v = cache_k + plane
+        kv = head_pointers(cache, plane, head, NUM_KV, D, PAGE)
         if CHUNKS == 1:
             start, end = first // SPAN * (SPAN // KEYS), last // KEYS + 1
             m, total, acc = attend_blocks(
-                query, pos, pages, cache_k, cache_v, first, last, first_position, start, end, scale,
+                query, pos, pages, kv, first, last, first_position, start, end, scale,
                 NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
             )  # fmt: skip
             splitkv.store_normalised(total, acc, out + q_offset, inside)
         else:
             attend_chunk(
-                query, pos, pages, cache_k, cache_v, first, last, first_position, scale, parts, stats,
+                query, pos, pages, kv, first, last, first_position, scale, parts, stats,
                 counters + row * NUM_KV + head, row_head * spans, part, chunk, ok, inside, out + q_offset,
                 NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
             )  # fmt: skip
@@ -267,7 +276,7 @@ class PrefillAttention:
         self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
     ) -> None:
         count, group, width = len(q), heads.num_q // heads.num_kv, padded_dim(heads)
-        page_size, is_fp32 = cache.shape[2], cache.dtype == torch.float32
+        page_size, is_fp32 = cache.shape[2], q.dtype == torch.float32
         config = partial(_tile_config, width=width, is_fp32=is_fp32, group=group)
         launch = partial(_launch, q=q, rows=rows, heads=heads, cache=cache, out=out)
         pdl_options = {"LAUNCH_NEXT": pdl, "WAIT": "first" if pdl else ""}

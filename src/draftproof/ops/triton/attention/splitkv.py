@@ -21,7 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention.kv_cache import kv_offset, load_keys, load_values
+from draftproof.ops.triton.attention.kv_cache import (
+    convert_elements,
+    head_pointers,
+    kv_offset,
+    load_keys,
+    load_scales,
+    load_values,
+)
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, prefetch_l2
 
 KEYS = 64  # keys of one block; determines the bits
@@ -48,7 +55,7 @@ def merge_partials(m, total, acc, m_new, total_new, acc_new):
 @triton.jit
 def masked_scores(q, k, key, pos, scale, WINDOW: tl.constexpr):
     """Return scores [BM, KEYS] of keys k [BD, KEYS] at positions `key`, -inf where masked."""
-    scores = tl.dot(q, k, input_precision="ieee") * scale
+    scores = tl.dot(q, convert_elements(k, q.dtype), input_precision="ieee") * scale
     visible = key[None, :] <= pos[:, None]
     if WINDOW:
         visible = visible & (key[None, :] > pos[:, None] - WINDOW)
@@ -56,24 +63,41 @@ def masked_scores(q, k, key, pos, scale, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, m, dtype: tl.constexpr):
-    """Return the new maximum [BM], weights [BM, KEYS] and the decay of the old sums [BM, 1]."""
-    top = tl.maximum(m, tl.max(scores, axis=1))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    return top, tl.exp2(scores - base[:, None]).to(dtype), tl.exp2(m - base)[:, None]
+def scaled_by_keys(scale, key_scales):
+    """Return the factor of scores: `scale`, times the scales of the keys [KEYS] where there are some."""
+    if key_scales is None:
+        return scale
+    else:
+        return (key_scales * scale)[None, :]
 
 
 @triton.jit
-def accumulate_values(p, v, decay, sums, acc, KEYS: tl.constexpr, ONES: tl.constexpr):
-    """Add v [KEYS, BD]: return the sum of weights [BM, ONES] and the weighted values [BM, BD]."""
-    ones = tl.full((KEYS, ONES), 1.0, tl.float32).to(p.dtype)
-    sums = tl.dot(p, ones, sums * decay, input_precision="ieee")
-    return sums, tl.dot(p, v, acc * decay, input_precision="ieee")
+def softmax_step(scores, m):
+    """Return the new maximum [BM], weights [BM, KEYS] in fp32 and the decay of the old sums [BM, 1]."""
+    top = tl.maximum(m, tl.max(scores, axis=1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    return top, tl.exp2(scores - base[:, None]), tl.exp2(m - base)[:, None]
+
+
+@triton.jit
+def accumulate_values(
+    p, v, value_scales, decay, sums, acc, dtype: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr
+):
+    """Add v [KEYS, BD]: return the sum of weights [BM, ONES] and the weighted values [BM, BD].
+
+    The tensor core multiplies in `dtype`. value_scales [KEYS] multiply the weights; None: there are none.
+    """
+    ones = tl.full((KEYS, ONES), 1.0, tl.float32).to(dtype)
+    weights = p.to(dtype)
+    sums = tl.dot(weights, ones, sums * decay, input_precision="ieee")
+    if value_scales is not None:
+        weights = (p * value_scales[None, :]).to(dtype)
+    return sums, tl.dot(weights, convert_elements(v, dtype), acc * decay, input_precision="ieee")
 
 
 @triton.jit
 def attend_block(
-    q, pos, pages, cache_k, cache_v, first, last, at, scale, m, sums, acc,
+    q, pos, pages, kv, first, last, at, scale, m, sums, acc,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
@@ -81,31 +105,33 @@ def attend_block(
     key = at + tl.arange(0, KEYS)
     page = tl.load(pages + key // PAGE, mask=(key >= first) & (key <= last), other=0)
     return attend_paged_block(
-        q, pos, page, cache_k, cache_v, first, last, at, scale, m, sums, acc,
+        q, pos, page, kv, first, last, at, scale, m, sums, acc,
         NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
     )  # fmt: skip
 
 
 @triton.jit
 def attend_paged_block(
-    q, pos, page, cache_k, cache_v, first, last, at, scale, m, sums, acc,
+    q, pos, page, kv, first, last, at, scale, m, sums, acc,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """Do `attend_block` for keys whose pages [KEYS] are loaded."""
+    """Do `attend_block` for keys whose pages [KEYS] are loaded; kv: see `head_pointers`."""
     key = at + tl.arange(0, KEYS)
     exists = (key >= first) & (key <= last)  # memory of other keys may hold NaN
-    offset = kv_offset(page, key, NUM_KV, D, PAGE)
-    k = load_keys(cache_k, offset, exists, 0.0, D, BD, "")
-    top, p, decay = softmax_step(masked_scores(q, k, key, pos, scale, WINDOW), m, q.dtype)
-    v = load_values(cache_v, offset, exists, 0.0, D, BD, "")
-    sums, acc = accumulate_values(p, v, decay, sums, acc, KEYS, ONES)
+    offset = kv_offset(kv[0], page, key, NUM_KV, D, PAGE)
+    k = load_keys(kv[0], offset, exists, 0.0, D, BD, "")
+    factor = scaled_by_keys(scale, load_scales(kv[2], page, key, exists, NUM_KV, D, PAGE))
+    top, p, decay = softmax_step(masked_scores(q, k, key, pos, factor, WINDOW), m)
+    v = load_values(kv[1], offset, exists, 0.0, D, BD, "")
+    value_scales = load_scales(kv[3], page, key, exists, NUM_KV, D, PAGE)
+    sums, acc = accumulate_values(p, v, value_scales, decay, sums, acc, q.dtype, KEYS, ONES)
     return top, sums, acc
 
 
 @triton.jit
 def attend_span(
-    q, pos, pages, cache_k, cache_v, first, last, start, scale,
+    q, pos, pages, kv, first, last, start, scale,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +144,7 @@ def attend_span(
     acc = tl.zeros((BM, BD), tl.float32)
     for block in tl.static_range(0, SPAN, KEYS):
         m, sums, acc = attend_block(
-            q, pos, pages, cache_k, cache_v, first, last, start + block, scale, m, sums, acc,
+            q, pos, pages, kv, first, last, start + block, scale, m, sums, acc,
             NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
         )  # fmt: skip
     return m, tl.max(sums, axis=1), acc  # all columns of `sums` are equal
@@ -133,7 +159,7 @@ def prefetch_span(
     key = split * SPAN + tl.arange(0, SPAN)
     page = page_table + tl.maximum(tl.load(slots + row), 0) * max_pages + key // PAGE
     page = tl.load(page, mask=key <= tl.load(positions + row), other=0).to(tl.int64)
-    offset = kv_offset(page, key, NUM_KV, D, PAGE) + head * D
+    offset = kv_offset(cache, page, key, NUM_KV, D, PAGE) + head * D
     for column in tl.static_range(0, D, 64):
         prefetch_l2(cache + offset + column)
         prefetch_l2(cache + plane + offset + column)
@@ -191,15 +217,14 @@ def splitkv_attention_kernel(
         q_offset = row_head[:, None] * D + d[None, :]
         query = tl.load(q + q_offset, mask=inside, other=0.0)
         pages = page_table + slot * max_pages
-        cache_k = cache + head * D
-        cache_v = cache_k + plane
+        kv = head_pointers(cache, plane, head, NUM_KV, D, PAGE)
         first_span = first // SPAN
         count = last // SPAN - first_span + 1
         stride = tl.where(count == 1, 1, num_parallel)
         if split < count:
             for s in range(first_span + split, first_span + count, stride):
                 m, total, acc = attend_span(
-                    query, pos, pages, cache_k, cache_v, first, last, s * SPAN, scale,
+                    query, pos, pages, kv, first, last, s * SPAN, scale,
                     NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
                 )  # fmt: skip
                 if count == 1:
@@ -303,7 +328,7 @@ class SplitKVAttention:
         num_parallel = self.num_parallel_spans(num_rows, heads, rows.page_table, page_size)
         scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)
         height, warps, stages = next(tile for limit, tile in TILES if num_rows <= limit)
-        if width > 128 or cache.dtype == torch.float32:
+        if width > 128 or q.dtype == torch.float32:
             stages = 2
         splitkv_attention_kernel[(num_rows, heads.num_kv, num_parallel)](
             q, rows.slots, rows.positions, rows.page_table, cache, out, *scratch,

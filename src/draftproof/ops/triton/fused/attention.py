@@ -140,8 +140,8 @@ def attend_span(
         key = start + b * KEYS + tl.arange(0, KEYS)
         scores = scores + (splitkv.masked_scores(query, ks[b], key, pos, scale, WINDOW),)
     for b in tl.static_range(SPAN // KEYS):
-        m, p, decay = splitkv.softmax_step(scores[b], m, query.dtype)
-        sums, acc = splitkv.accumulate_values(p, vs[b], decay, sums, acc, KEYS, ONES)
+        m, p, decay = splitkv.softmax_step(scores[b], m)
+        sums, acc = splitkv.accumulate_values(p, vs[b], None, decay, sums, acc, query.dtype, KEYS, ONES)
     return m, tl.max(sums, axis=1), acc  # all columns of `sums` are equal
 
 
@@ -197,7 +197,7 @@ def attend_spans(
             key = s * SPAN + b * KEYS + tl.arange(0, KEYS)
             exists = (key >= first) & (key <= last)  # memory of other keys may hold NaN
             page = tl.load(page_table + slot * max_pages + key // PAGE, mask=exists, other=0)
-            offset = offset + (kv_offset(page, key, NUM_KV, D, PAGE) + head * D,)
+            offset = offset + (kv_offset(cache, page, key, NUM_KV, D, PAGE) + head * D,)
             exists_before = exists_before + (exists & (key < new),)
             exists_now = exists_now + (exists & (key >= new),)
             zeros = zeros + (0.0,)
@@ -262,13 +262,13 @@ def attend_tiles(
         for block in tl.range(s * BLOCKS, end + 1, num_stages=3):
             key = block * KEYS + tl.arange(0, KEYS)
             exists = (key >= first) & (key <= last)
-            offset = kv_offset(page, key, NUM_KV, D, PAGE) + head * D
+            offset = kv_offset(cache, page, key, NUM_KV, D, PAGE) + head * D
             page = tl.load(pages + (key + KEYS) // PAGE, mask=key + KEYS <= last, other=0)
             k = load_keys(cache, offset, exists, 0.0, D, BD, ".cg")
             v = load_values(cache + plane, offset, exists, 0.0, D, BD, ".cg")
             scores = splitkv.masked_scores(query, k, key, pos, scale, WINDOW)
-            m1, p, decay = splitkv.softmax_step(scores, m1, query.dtype)
-            sums1, acc1 = splitkv.accumulate_values(p, v, decay, sums1, acc1, KEYS, ONES)
+            m1, p, decay = splitkv.softmax_step(scores, m1)
+            sums1, acc1 = splitkv.accumulate_values(p, v, None, decay, sums1, acc1, query.dtype, KEYS, ONES)
             if (block % BLOCKS == BLOCKS - 1) | (block == end):
                 total1 = tl.max(sums1, axis=1)
                 if PIECES:  # noqa: SIM102 - a constant, then a value on the device

@@ -2,7 +2,7 @@
 
 A program computes a tile of columns and the tile of their partners (the other half of a head, or `up` for
 `gate`), rounds both as `linear` does and applies the second op, with the bits of the two separate ops. bf16
-weights only; QK norms need a whole head and are not supported.
+weights only; QK norms and quantised KV need a whole head and are not supported.
 """
 
 from __future__ import annotations
@@ -51,9 +51,12 @@ def rope_store_tile(
         tl.store(pointers + HALF_DIM, second, mask=inside)
     else:
         kv_head = tl.where(is_v, head - NUM_KV, head) - NUM_Q
-        token_offset = kv_place[:, None] * (NUM_KV * D)
         stored = inside & is_real[:, None]
-        store_kv(cache, tl.where(is_v, plane, 0), token_offset, kv_head, j[None, :], first, second, stored, D)
+        PAGE: tl.constexpr = 0  # only quantised formats need the page size
+        store_kv(
+            cache, tl.where(is_v, plane, 0), kv_place[:, None], kv_head, j[None, :], first, second, stored,
+            NUM_KV, D, PAGE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
