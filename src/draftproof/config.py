@@ -51,6 +51,12 @@ class EngineConfig:
         "`reference`",
         choices=("none", "int8", "fp8", "int4", "gguf"),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "storage of K and V; `auto`: the dtype of the weights. Others have one byte an element and a scale "
+        "per token and KV head, about half the memory of bf16",
+        choices=("auto", "int8"),
+    )
     device: str = option("auto", "`cpu`, `cuda` or `cuda:1`; `auto`: a usable GPU, else the CPU")
     backend: str = option(
         "auto", "`cpu`, `triton`, `torch` (any device) or `reference` (the definition, slow)"

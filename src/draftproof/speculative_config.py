@@ -38,6 +38,7 @@ REFUSED_KEYS = {
     "suffix_decoding_max_spec_factor": "match_prior and min_token_prob limit the drafts of a match",
     "num_gpu_block_expand_ratio": "a draft head stores its KV on the engine's pages; leave the key out",
     "quantization": "a draft head is read in the format of its own weights; leave the key out",
+    "kv_cache_dtype": "a drafter stores K and V as the engine's kv_cache_dtype defines; leave the key out",
     "enf_gen_phase_tag": "use structured_outputs with reasoning_end in the request",
     "num_speculative_tokens_per_batch_size": "adaptive (the default) chooses drafts per request and step",
     "enable_adaptive_verification": "adaptive (the default) chooses drafts per request and step",

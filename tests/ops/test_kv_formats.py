@@ -7,7 +7,7 @@ import torch
 
 from draftproof.errors import ConfigError
 from draftproof.ops import AttentionShape, KVLayout, Ops
-from draftproof.ops.contract.kv_layout import kv_cache_dtype, kv_format
+from draftproof.ops.contract.kv_layout import kv_format, resolve_kv_dtype
 from draftproof.ops.reference.kv import quantize_row
 from kv_checks import (
     HEADS,
@@ -78,5 +78,5 @@ def test_bytes_of_pages_include_the_scales(kv_dtype: torch.dtype) -> None:
 
 def test_unknown_formats_are_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match="must be one of auto, int8"):
-        kv_cache_dtype("fp4", torch.bfloat16)
-    assert kv_cache_dtype("auto", torch.bfloat16) == torch.bfloat16
+        resolve_kv_dtype("fp4", torch.bfloat16)
+    assert resolve_kv_dtype("auto", torch.bfloat16) == torch.bfloat16

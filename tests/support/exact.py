@@ -194,6 +194,7 @@ class Setup:
     threads: int = 1
     device: str = "cpu"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
 
     def engine(self, speculative: Mapping[str, Any] | None = None, **options: Any) -> Engine:
         spec = dict(speculative) if speculative else None
@@ -202,7 +203,7 @@ class Setup:
         for key, value in heads.options(spec["method"], self.arch, self.dtype).items() if spec else ():
             spec.setdefault(key, value)
         sizes = {"max_logprobs": -1, "max_num_batched_tokens": 512, "overlap": False, **options}
-        sizes["quantization"] = self.quantization
+        sizes |= {"quantization": self.quantization, "kv_cache_dtype": self.kv_cache_dtype}
         with num_threads(self.threads):
             return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, device=self.device, **sizes)
 

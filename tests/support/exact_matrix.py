@@ -8,6 +8,7 @@ from typing import Any
 import heads
 import tiny
 from covering import pairwise
+from draftproof.ops.contract.kv_layout import KV_FORMATS
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 from draftproof.verify import STRATEGIES
@@ -37,6 +38,7 @@ FACTORS = {
     "strategy": EXACT,
     "dtype": ["float32", "bfloat16"],
     "quantization": ["none", "int8", "fp8"],  # others need rows of whole groups: `test_gguf_blocks`
+    "kv_cache_dtype": ["auto", *{form.dtype: name for name, form in KV_FORMATS.items()}.values()],
     "adaptive": [True, False],
     "overlap": [False, True],  # no effect with a proposer on the host
     "prefix": ["miss", "hit", "other salts", "off"],
@@ -93,7 +95,15 @@ def check(levels: dict[str, Any], backend: str = "auto", threads: int = 1, devic
         sizes["kv_cache_tokens"] = (longest + 15) // 8 * 8  # the longest just fits
     batch = Batch(
         cases,
-        Setup(levels["arch"], levels["dtype"], backend, threads, device, levels.get("quantization", "none")),
+        Setup(
+            levels["arch"],
+            levels["dtype"],
+            backend,
+            threads,
+            device,
+            levels.get("quantization", "none"),
+            levels.get("kv_cache_dtype", "auto"),
+        ),
         {
             "method": levels["method"],
             "num_speculative_tokens": levels["k"],

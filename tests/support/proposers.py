@@ -193,6 +193,7 @@ class SelfModel(Proposer):
             num_pages=env.num_pages,
             page_size=env.page_size,
             max_rows=env.max_rows,
+            kv_cache_dtype=env.kv_cache_dtype,
         )
         self._computed: dict[int, int] = {}
 

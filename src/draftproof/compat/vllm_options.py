@@ -21,7 +21,7 @@ HALF_DTYPES = ("float16", "half", "fp16")
 # Options whose value None means the default in vLLM.
 NONE_IS_DEFAULT = (
     *("page_size", "enable_prefix_caching", "dtype", "load_format", "generation_config"),
-    "quantization",
+    *("quantization", "kv_cache_dtype"),
 )
 
 
@@ -77,8 +77,7 @@ RULES: dict[str, Rule] = {
     ),
     "tokenizer_mode": Rule(_one_of("auto", "hf"), "tokenizer.json or the tokenizer of the GGUF file is used"),
     "tokenizer_revision": Rule(_is_unset, "give a folder as tokenizer"),
-    "kv_cache_dtype": Rule(_one_of("auto"), "the KV cache has the dtype of the weights"),
-    "calculate_kv_scales": Rule(_is_unset, "the KV cache has the dtype of the weights"),
+    "calculate_kv_scales": Rule(_is_unset, "scales are computed for each token and head: leave it out"),
     "override_generation_config": Rule(
         _is_unset, "pass SamplingParams, or a folder with generation_config.json as generation_config"
     ),

@@ -29,6 +29,7 @@ from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.models.weight_formats import FloatWeight, WeightTensor, convert_formats, quantize_linears
 from draftproof.ops import Ops, resolve, resolve_device
+from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 from draftproof.propose import PROPOSERS
 from draftproof.propose.base import DeviceProposer, Proposer, ProposerEnv
 from draftproof.registry import lookup
@@ -72,7 +73,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
     quantize_linears(weights, config.quantization, ops)
     convert_formats(weights, ops)
     check_formats(weights, ops)
-    sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config.speculative, checkpoint))
+    ops.forward.check_kv_dtype(resolve_kv_dtype(config.kv_cache_dtype, checkpoint.dtype))
+    sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config, checkpoint))
     lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
     model = create_model(model_config, weights, ops, sizes.max_len)
     vocab = model_config.vocab_size
@@ -95,6 +97,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
             lm_head=model.lm_head,
             lm_head_rows=lambda ids: lm_head[0].rows(ids).dequantize(checkpoint.dtype).to(ids.device),
         ),
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     proposer, strategies = _build_speculation(config.speculative, env)
     if proposer is not None:
@@ -108,6 +111,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
         page_size=sizes.page_size,
         max_rows=sizes.max_rows,
         taps=proposer.taps if isinstance(proposer, DeviceProposer) else (),
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     loop = _build_loop(config, sizes, slots, runner, proposer, strategies)
     limits = Limits(
@@ -226,9 +230,10 @@ def _build_speculation(
     return proposer, strategies
 
 
-def _drafter_bytes(config: SpeculativeConfig | None, checkpoint: Checkpoint) -> tuple[int, int]:
+def _drafter_bytes(config: EngineConfig, checkpoint: Checkpoint) -> tuple[int, int]:
     """Return the bytes of the proposer per token, and fixed."""
-    if config is None:
+    if config.speculative is None:
         return 0, 0
-    kind: type[Proposer] = lookup(PROPOSERS, config.method, "speculative method")
-    return kind.storage(config.options, checkpoint.config, checkpoint.dtype)
+    kind: type[Proposer] = lookup(PROPOSERS, config.speculative.method, "speculative method")
+    options = config.speculative.options
+    return kind.storage(options, checkpoint.config, checkpoint.dtype, config.kv_cache_dtype)

@@ -10,6 +10,7 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.load import Checkpoint
 from draftproof.models.registry import kv_layout
 from draftproof.ops import Ops
+from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 
 DEFAULT_MAX_LEN = 8192  # longer contexts need max_model_len
 DEFAULT_KV_BYTES = 2 << 30  # if the free memory is not known
@@ -55,7 +56,8 @@ def resolve_sizes(
     k = config.speculative.num_speculative_tokens if config.speculative else 1
     tokens = config.kv_cache_tokens
     if tokens is None:
-        each = kv_layout(checkpoint.config, checkpoint.dtype).bytes_per_token + drafter[0]
+        kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, checkpoint.dtype)
+        each = kv_layout(checkpoint.config, kv_dtype).bytes_per_token + drafter[0]
         workspace = LOGITS_COPIES * num_seqs * (k + 1) * checkpoint.config.vocab_size * 4 + drafter[1]
         workspace += max_rows * _row_bytes(checkpoint)
         room = _kv_room(config, checkpoint, ops, workspace, each * max_len) // each

@@ -52,7 +52,7 @@ class Model(Protocol):
 
     @staticmethod
     def kv_layout(config: ModelConfig, dtype: torch.dtype) -> KVLayout:
-        """Return the storage of K and V that a model of this configuration needs."""
+        """Return the storage of K and V that a model of this configuration needs; `dtype`: of an element."""
 
     def forward(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftproof.models.registry import Model
 from draftproof.ops import Ops, Rows
+from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 
 
 class Runner:
@@ -28,13 +29,15 @@ class Runner:
         page_size: int,
         max_rows: int,
         taps: Sequence[int] = (),
+        kv_cache_dtype: str = "auto",
     ) -> None:
         """Allocate K and V. `taps`: layers whose residual rows `forward_tapped` returns."""
         self.model = model
         self.ops = ops
         self.dtype = dtype
         self.page_size = page_size
-        self.caches = model.kv_layout(model.config, dtype).allocate(num_pages, page_size, ops.device)
+        layout = model.kv_layout(model.config, resolve_kv_dtype(kv_cache_dtype, dtype))
+        self.caches = layout.allocate(num_pages, page_size, ops.device)
         self._forward = ops.runtime.capture(lambda rows: model.forward(rows, self.caches, taps), max_rows)
 
     def rows(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Rows:

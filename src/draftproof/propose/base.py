@@ -35,6 +35,7 @@ class ProposerEnv:
     max_len: int
     max_rows: int
     target: TargetParts | None = None  # parts of the model that it drafts for
+    kv_cache_dtype: str = "auto"  # storage of K and V, see `KV_FORMATS`
 
 
 class Proposer(ABC):
@@ -59,7 +60,13 @@ class Proposer(ABC):
         self.options = {**self.defaults, **options}
 
     @classmethod
-    def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+    def storage(
+        cls,
+        options: Mapping[str, Any],
+        target: ModelConfig,
+        dtype: torch.dtype,
+        kv_cache_dtype: str = "auto",
+    ) -> tuple[int, int]:
         """Return device bytes per token that can be stored, and bytes besides."""
         return 0, 0
 

@@ -20,6 +20,7 @@ from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.registry import create_model, expected_tensors, kv_layout
 from draftproof.models.runner import Runner
 from draftproof.ops import Rows
+from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 from draftproof.propose.base import ProposerEnv
 from draftproof.propose.draft_rounds import ModelProposer
 from draftproof.types import DeviceBatch, Draft
@@ -56,16 +57,24 @@ class DraftModelProposer(ModelProposer):
             num_pages=env.num_pages,
             page_size=env.page_size,
             max_rows=env.ops.runtime.bucket(env.max_rows) + env.num_slots,
+            kv_cache_dtype=env.kv_cache_dtype,
         )
 
     @classmethod
-    def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+    def storage(
+        cls,
+        options: Mapping[str, Any],
+        target: ModelConfig,
+        dtype: torch.dtype,
+        kv_cache_dtype: str = "auto",
+    ) -> tuple[int, int]:
         """Return the bytes of KV per token and of the model's weights."""
         if options.get("model") is None:
             return 0, 0
         config, _ = load_config(options["model"])
         weights = sum(math.prod(shape) for shape in expected_tensors(config).values())
-        return kv_layout(config, dtype).bytes_per_token, weights * dtype.itemsize
+        kv_dtype = resolve_kv_dtype(kv_cache_dtype, dtype)
+        return kv_layout(config, kv_dtype).bytes_per_token, weights * dtype.itemsize
 
     def draft(self, batch: DeviceBatch) -> Draft:
         """Compute what the step committed, then run the rounds."""

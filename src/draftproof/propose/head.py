@@ -21,6 +21,7 @@ from draftproof.models.draft_head.bundled import find_bundled_head, find_bundled
 from draftproof.models.draft_head.formats import load_draft_head, read_draft_head
 from draftproof.models.draft_head.model import DraftHeadModel
 from draftproof.ops import Rows
+from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 from draftproof.propose.base import ProposerEnv
 from draftproof.propose.draft_rounds import ModelProposer
 from draftproof.types import DeviceBatch, Draft
@@ -52,7 +53,7 @@ class HeadProposer(ModelProposer):
         self.taps = config.aux_layers if config.feature == "aux" else ()
         if config.feature == "last":
             self.taps = (target.config.num_layers - 1,)
-        layout = config.kv_layout(target.dtype)
+        layout = config.kv_layout(resolve_kv_dtype(env.kv_cache_dtype, target.dtype))
         self.caches = layout.allocate(env.num_pages, env.page_size, env.ops.device)
         self._none = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
         capture, rows = env.ops.runtime.capture, env.ops.runtime.bucket(env.max_rows)
@@ -64,7 +65,13 @@ class HeadProposer(ModelProposer):
         return None
 
     @classmethod
-    def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+    def storage(
+        cls,
+        options: Mapping[str, Any],
+        target: ModelConfig,
+        dtype: torch.dtype,
+        kv_cache_dtype: str = "auto",
+    ) -> tuple[int, int]:
         """Return the bytes of KV per token and of the head's weights."""
         source = options.get("model")
         if source is None:
@@ -75,7 +82,8 @@ class HeadProposer(ModelProposer):
         weights = sum(math.prod(shape) for shape in config.tensors().values())
         if config.share_lm_head and config.has_reduced_vocab:
             weights += config.draft_vocab_size * config.hidden_size
-        return config.kv_layout(dtype).bytes_per_token, weights * dtype.itemsize
+        kv_dtype = resolve_kv_dtype(kv_cache_dtype, dtype)
+        return config.kv_layout(kv_dtype).bytes_per_token, weights * dtype.itemsize
 
     def _row(self, rows: Rows, feature: Tensor) -> tuple[Tensor]:
         return (self.model.forward(rows, feature, self.caches),)

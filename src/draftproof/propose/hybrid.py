@@ -76,9 +76,18 @@ class HybridProposer(DeviceProposer):
         self.state_tensors = (self.record.last, self.record.accepted, self.record.rejected)
 
     @classmethod
-    def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+    def storage(
+        cls,
+        options: Mapping[str, Any],
+        target: ModelConfig,
+        dtype: torch.dtype,
+        kv_cache_dtype: str = "auto",
+    ) -> tuple[int, int]:
         """Return the sums over the members."""
-        sizes = [member.kind.storage(member.options, target, dtype) for member in _parse_members(options)]
+        sizes = [
+            member.kind.storage(member.options, target, dtype, kv_cache_dtype)
+            for member in _parse_members(options)
+        ]
         return sum(per_token for per_token, _ in sizes), sum(fixed for _, fixed in sizes)
 
     # --- host ---------------------------------------------------------------------------------------

@@ -48,7 +48,13 @@ class SuffixProposer(DeviceProposer):
         self.pool = Pool(env.ops, env.num_slots, _pool_tokens(self.options), ttl)
 
     @classmethod
-    def storage(cls, options: Mapping[str, Any], target: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+    def storage(
+        cls,
+        options: Mapping[str, Any],
+        target: ModelConfig,
+        dtype: torch.dtype,
+        kv_cache_dtype: str = "auto",
+    ) -> tuple[int, int]:
         """Return the bytes of the pool."""
         return 0, Pool.size(_pool_tokens({**cls.defaults, **options}))
 

@@ -82,6 +82,9 @@ class ForwardOps(ABC):
     ) -> Tensor:
         """Norm and rotate q and k (halves convention), store k and v, and return q [R, num_q * dim]."""
 
+    def check_kv_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027
+        """Raise ConfigError if this device cannot store K and V in `dtype`, a quantised one."""
+
     @abstractmethod
     def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
         """Attend from each row at position p to the keys 0..p of its slot: [R, num_q * dim]."""

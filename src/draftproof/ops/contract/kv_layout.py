@@ -45,7 +45,7 @@ def kv_format(dtype: torch.dtype) -> KVFormat | None:
     return _BY_DTYPE.get(dtype)
 
 
-def kv_cache_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
+def resolve_kv_dtype(option: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of cache elements; `dtype`: of the activations, which `auto` stores unchanged."""
     if option == "auto":
         return dtype
