@@ -55,7 +55,7 @@ class EngineConfig:
         "auto",
         "storage of K and V; `auto`: the dtype of the weights. Others have one byte an element and a scale "
         "per token and KV head, about half the memory of bf16",
-        choices=("auto", "int8"),
+        choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     device: str = option("auto", "`cpu`, `cuda` or `cuda:1`; `auto`: a usable GPU, else the CPU")
     backend: str = option(

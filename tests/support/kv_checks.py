@@ -33,7 +33,7 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def special_rows(dim: int, dtype: torch.dtype) -> Tensor:
     """Return rows of zeros, tiny and huge values, one large value, ties of the rounding, and of no number."""
-    rows = [torch.zeros(dim), torch.full((dim,), 1e-44), torch.full((dim,), -1e38), torch.zeros(dim)]
+    rows = [torch.zeros(dim), torch.full((dim,), -1e-44), torch.full((dim,), -1e38), torch.zeros(dim)]
     rows[3][-1] = -7.25
     rows.append(torch.arange(dim) % 127 + 0.5)
     rows[-1][0] = 127

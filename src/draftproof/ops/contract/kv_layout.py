@@ -36,6 +36,8 @@ class KVFormat:
 # value of the option `kv_cache_dtype` -> format
 KV_FORMATS = {
     "int8": KVFormat(torch.int8, 127.0),
+    "fp8": KVFormat(torch.float8_e4m3fn, 448.0),
+    "fp8_e4m3": KVFormat(torch.float8_e4m3fn, 448.0),
 }
 _BY_DTYPE = {form.dtype: form for form in KV_FORMATS.values()}
 

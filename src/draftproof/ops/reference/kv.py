@@ -12,6 +12,7 @@ from draftproof.ops.contract.kv_layout import KVFormat, kv_format, split_page_by
 # dtype of elements -> scaled values in fp32, at most `max_element`, rounded to nearest even
 ROUNDING: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.int8: lambda scaled: scaled.round().to(torch.int8),
+    torch.float8_e4m3fn: lambda scaled: scaled.to(torch.float8_e4m3fn),
 }
 
 

@@ -12,6 +12,7 @@ from draftproof.ops.contract.kv_layout import KVFormat, kv_format, split_page_by
 # dtype of elements -> scaled values in fp32, at most `max_element`, rounded to nearest even
 ROUNDING: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.int8: lambda scaled: scaled.round_().to(torch.int8),
+    torch.float8_e4m3fn: lambda scaled: scaled.to(torch.float8_e4m3fn),
 }
 
 
@@ -21,8 +22,8 @@ def quantize_rows(rows: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
     limit = values.new_tensor(form.max_element)
     scales = values.abs().amax(-1) / limit
     is_finite = scales.isfinite()
-    scaled = values / torch.where(is_finite & (scales > 0), scales, torch.inf)[..., None]
-    scaled = torch.where(is_finite[..., None], scaled.clamp_(-limit, limit), 0.0)
+    scaled = (values / scales[..., None]).clamp_(-limit, limit)
+    scaled = torch.where((is_finite & (scales > 0))[..., None], scaled, 0.0)
     return ROUNDING[form.dtype](scaled), torch.where(is_finite, scales, torch.nan)
 
 

@@ -170,6 +170,13 @@ class TritonForward(ForwardOps):
         run_fused = partial(fused.linear_silu_mul, x, packed, out, pdl, tile)
         return self.selector.run_epilogue(packed, x, epilogue, 0, run_fused, run_separate, pdl)
 
+    def check_kv_dtype(self, dtype: torch.dtype) -> None:
+        if dtype == torch.float8_e4m3fn and self._launch.cuda and self._launch.chip.capability < (8, 9):
+            raise ConfigError(
+                "kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or newer: use 'int8' on "
+                f"{self._launch.chip.name}"
+            )
+
     def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
         q = kernel_utils.matrix("q", q, heads.num_q * heads.dim)
         check_rows(rows, len(q), heads, cache, q.dtype)

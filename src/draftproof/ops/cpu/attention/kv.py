@@ -16,11 +16,17 @@ from draftproof.ops.contract.kv_layout import SCALE_BYTES
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import copy_bytes, device, inlined, load_i32, store_f32
 
-FLOAT, INT8 = 0, 1
+FLOAT, INT8, FP8 = 0, 1, 2
 # dtype of the cache -> form
-KV_FORMS = {torch.float32: FLOAT, torch.bfloat16: FLOAT, torch.int8: INT8}
-_ZERO, _INFINITY, _NAN = np.float32(0.0), np.float32(np.inf), np.float32(np.nan)
-_INT8_MAX = np.float32(127.0)
+KV_FORMS = {torch.float32: FLOAT, torch.bfloat16: FLOAT, torch.int8: INT8, torch.float8_e4m3fn: FP8}
+_ZERO, _NAN = np.float32(0.0), np.float32(np.nan)
+_INT8_MAX, _FP8_MAX = np.float32(127.0), np.float32(448.0)
+# e4m3: sign, 4 bits of exponent (bias 7), 3 bits of mantissa; below the smallest normal number 2**-6 the
+# values are multiples of 2**-9
+_FP8_MIN_NORMAL, _FP8_STEP = np.float32(2.0**-6), np.float32(2.0**-9)
+_FP8_ALIGN = np.float32(2.0**14)  # its last bit in fp32 is _FP8_STEP: adding it rounds to a multiple
+_FP8_MANTISSA_SHIFT = 20  # from the mantissa of e4m3 to that of fp32
+_FP8_EXPONENT_SHIFT = (127 - 7) << 23  # from the exponent of e4m3, moved, to that of fp32
 
 
 @inlined
@@ -76,11 +82,40 @@ def plane_bytes(num_pages: int, page_size: int, num_kv: int, dim: int, size: int
 
 
 @inlined
+def _fp8_to_float(data: Any) -> Any:
+    """Return the values of e4m3 bytes, exactly; data: int32."""
+    magnitude = v.iand(data, v.isplat(0x7F))
+    small = v.mul(v.to_float(magnitude), v.splat(_FP8_STEP))
+    moved = v.ishl(magnitude, v.isplat(_FP8_MANTISSA_SHIFT))
+    normal = v.as_float(v.iadd(moved, v.isplat(_FP8_EXPONENT_SHIFT)))
+    value = v.select(v.gt(v.splat(_FP8_MIN_NORMAL), small), small, normal)
+    sign = v.ishl(v.iand(data, v.isplat(0x80)), v.isplat(24))
+    return v.as_float(v.ior(v.as_int(value), sign))
+
+
+@inlined
+def _float_to_fp8(x: Any) -> Any:
+    """Return the e4m3 bytes of values of magnitude at most 448, rounded to nearest even, as int32."""
+    bits = v.as_int(x)
+    magnitude = v.iand(bits, v.isplat(0x7FFFFFFF))
+    size = v.as_float(magnitude)
+    align = v.splat(_FP8_ALIGN)
+    small = v.isub(v.as_int(v.add(size, align)), v.as_int(align))
+    odd = v.iand(v.ishr(magnitude, v.isplat(_FP8_MANTISSA_SHIFT)), v.isplat(1))
+    rounded = v.iadd(v.iadd(magnitude, odd), v.isplat((1 << (_FP8_MANTISSA_SHIFT - 1)) - 1))
+    normal = v.ishr(v.isub(rounded, v.isplat(_FP8_EXPONENT_SHIFT)), v.isplat(_FP8_MANTISSA_SHIFT))
+    value = v.iselect(v.gt(v.splat(_FP8_MIN_NORMAL), size), small, normal)
+    return v.ior(value, v.iand(v.ishr(bits, v.isplat(24)), v.isplat(0x80)))
+
+
+@inlined
 def load_kv(address: int, first: int, count: int, bf16: bool, form: int) -> Any:
     """Load elements [first, first + min(count, 16)) of a stored vector as fp32, then zeros."""
     if form == FLOAT:
         return v.tload(address, first, count, bf16)
     data = v.iload_i8(address + first) if count >= 16 else v.iload_i8_n(address + first, count)
+    if form == FP8:
+        return _fp8_to_float(data)
     return v.to_float(data)
 
 
@@ -93,12 +128,14 @@ def copy_kv_bf16(target: int, source: int, dim: int) -> None:
 @inlined
 def _round_elements(x: Any, form: int) -> Any:
     """Return the bytes of scaled values that are at most the largest element."""
+    if form == FP8:
+        return _float_to_fp8(x)
     return v.to_int(v.rint(x))
 
 
 @inlined
 def _max_element(form: int) -> Any:
-    return _INT8_MAX
+    return _FP8_MAX if form == FP8 else _INT8_MAX
 
 
 @device
@@ -113,10 +150,10 @@ def _quantize(target: int, scale_at: int, source: int, dim: int, bf16: bool, for
     scale = np.float32(v.max_lane(top) / limit)
     if v.sum_lanes(check) != _ZERO:
         scale = _NAN
-    divisor = v.splat(scale if scale > _ZERO else _INFINITY)
+    divisor = v.splat(scale)
+    has_scale = v.gt(divisor, zero)  # in every lane; False for NaN
     for i in range(0, dim, 16):
-        x = v.div(v.tload(source, i, dim - i, bf16), divisor)
-        x = v.select(v.ge(x, x), x, zero)  # a row with infinities
+        x = v.select(has_scale, v.div(v.tload(source, i, dim - i, bf16), divisor), zero)
         x = v.maximum(v.minimum(x, v.splat(limit)), v.splat(-limit))
         if dim - i >= 16:
             v.istore_bytes(target + i, _round_elements(x, form))

@@ -169,6 +169,7 @@ istore_bytes_n = op(
     void, (i64, I, i64), lambda b, a: _masked_store(b, a[0], b.trunc(a[1], VBYTES), a[2], "v16i8")
 )
 iadd = op(I, (I, I), lambda b, a: b.add(a[0], a[1]))
+isub = op(I, (I, I), lambda b, a: b.sub(a[0], a[1]))
 ixor = op(I, (I, I), lambda b, a: b.xor(a[0], a[1]))
 iand = op(I, (I, I), lambda b, a: b.and_(a[0], a[1]))
 ior = op(I, (I, I), lambda b, a: b.or_(a[0], a[1]))

@@ -13,7 +13,6 @@ import triton.language as tl
 from draftproof.ops.contract import kv_layout
 
 SCALE_BYTES = tl.constexpr(kv_layout.SCALE_BYTES)
-INT8_MAX = tl.constexpr(127.0)
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds fp32 to an integer
 INFINITY_BITS = tl.constexpr(0x7F800000)  # of fp32; those of NaN are larger
 
@@ -22,6 +21,12 @@ INFINITY_BITS = tl.constexpr(0x7F800000)  # of fp32; those of NaN are larger
 def is_quantized(dtype) -> bool:
     """Return whether elements of this dtype have scales."""
     return dtype.primitive_bitwidth == 8
+
+
+@triton.constexpr_function
+def max_element(dtype) -> float:
+    """Return the element that the largest magnitude of a row becomes."""
+    return 127.0 if dtype == tl.int8 else 448.0
 
 
 @triton.jit
@@ -99,9 +104,12 @@ def load_scales(scales, page, key, exists, NUM_KV: tl.constexpr, D: tl.constexpr
 @triton.jit
 def round_elements(scaled, dtype: tl.constexpr):
     """Round scaled values to elements, to nearest even."""
-    limit: tl.constexpr = INT8_MAX
+    limit: tl.constexpr = max_element(dtype)
     scaled = tl.minimum(tl.maximum(scaled, -limit), limit)
-    return ((scaled + ROUNDING) - ROUNDING).to(dtype)
+    if dtype == tl.float8e4nv:
+        return scaled.to(dtype)
+    else:
+        return ((scaled + ROUNDING) - ROUNDING).to(dtype)
 
 
 @triton.jit
@@ -112,10 +120,11 @@ def quantize_heads(low, high, dtype: tl.constexpr):
         tl.maximum(tl.abs(low).to(tl.int32, bitcast=True), tl.abs(high).to(tl.int32, bitcast=True)), 1
     )
     is_finite = top < INFINITY_BITS
-    scale = tl.math.div_rn(tl.where(is_finite, top, 0).to(tl.float32, bitcast=True), INT8_MAX)
-    divisor = tl.where(scale > 0, scale, float("inf"))[:, None]
-    low = tl.where(is_finite[:, None], tl.math.div_rn(low, divisor), 0.0)
-    high = tl.where(is_finite[:, None], tl.math.div_rn(high, divisor), 0.0)
+    scale = tl.math.div_rn(tl.where(is_finite, top, 0).to(tl.float32, bitcast=True), max_element(dtype))
+    has_scale = (is_finite & (scale > 0))[:, None]
+    divisor = tl.where(has_scale, scale[:, None], 1.0)
+    low = tl.where(has_scale, tl.math.div_rn(low, divisor), 0.0)
+    high = tl.where(has_scale, tl.math.div_rn(high, divisor), 0.0)
     scale = tl.where(is_finite, scale, float("nan"))[:, None]
     return round_elements(low, dtype), round_elements(high, dtype), scale
 
