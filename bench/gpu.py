@@ -2,10 +2,12 @@
 
     python bench/gpu.py [--model smollm2-135m] [--parts bits,control,speed,logprobs,fast,floor,profile,…]
                         [--tokens 256] [--batches 1,8,64,256] [--seconds 500] [--quantization int8]
+                        [--kv-cache-dtype fp8]
 
 bits, control: exactness, see `common/gpu_exactness.py`. logprobs: their cost, see `common/gpu_logprobs.py`.
 speed: tokens a second of `LLM.generate`, prefill and detokenisation included, sides in turn.
 fast: numerics="fast" against "exact". floor: limit by memory bandwidth. profile: time of a step by kernel.
+kv: step time of decoding at a long context by kv_cache_dtype, `--kv-context` tokens, `--kv-batch` requests.
 transformers: its speed and its logits, on the same weights.
 Parts without time left are skipped and named. Prompts: bench/common/prompts.py.
 With dummy weights (--load-format dummy) a config with tied embeddings repeats its last token, so drafts from
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.gpu_engine import SETTINGS, Bench, heat, kernels_of, params_of, timed
+from common.gpu_engine import SETTINGS, Bench, decoding, heat, kernels_of, params_of, steps_of, timed
 from common.gpu_exactness import bits, control
 from common.gpu_logprobs import logprobs
 from common.measure import finish
@@ -140,6 +142,26 @@ def floor(bench: Bench) -> dict[str, Any]:
     return found
 
 
+def kv(bench: Bench) -> dict[str, Any]:
+    """Compare decoding at a long context by the storage of K and V; `auto` is measured first and last."""
+    options, out = bench.options, {}
+    for turn, name in enumerate(("auto", "fp8", "int8", "auto")):
+        if bench.late and turn:
+            break
+        sizes = {"max_model_len": options.kv_context + 256, "max_num_seqs": options.kv_batch}
+        llm = bench.llm(kv_cache_dtype=name, **sizes)
+        vocab, draw = llm.engine.limits.vocab_size, random.Random(7)
+        long = [
+            [draw.randrange(3, vocab) for _ in range(options.kv_context)] for _ in range(options.kv_batch)
+        ]
+        with decoding(llm.engine, long, params_of(options.kv_batch, 250, speculative=False)):
+            seconds = min(steps_of(llm.engine, 40) for _ in range(4))
+        out.setdefault(name, []).append(round(seconds * 1e6, 1))
+        print("kv", name, "step us", out[name], flush=True)
+    best = {name: min(steps) for name, steps in out.items()}
+    return {"step us": out, "speed over auto": {n: round(best["auto"] / one, 3) for n, one in best.items()}}
+
+
 def transformers(bench: Bench) -> dict[str, Any]:
     """Compare speed of greedy decoding and logits with transformers on the same weights."""
     from common.transformers_peer import side_by_side
@@ -148,7 +170,7 @@ def transformers(bench: Bench) -> dict[str, Any]:
     return side_by_side(llm, bench.prompts("chat", 8), bench.options.tokens, load_format=kind)
 
 
-PARTS = {f.__name__: f for f in (bits, control, speed, logprobs, fast, floor, profile, transformers)}
+PARTS = {f.__name__: f for f in (bits, control, speed, logprobs, fast, floor, profile, kv, transformers)}
 
 
 def main() -> None:
@@ -168,6 +190,9 @@ def main() -> None:
     parser.add_argument(
         "--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256]
     )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of all parts but kv")
+    parser.add_argument("--kv-context", type=int, default=16384, help="of the part kv")
+    parser.add_argument("--kv-batch", type=int, default=16, help="of the part kv")
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--logprob-seconds", type=float, default=100, help="of the part logprobs")
     parser.add_argument("--save", type=Path, help="write the figures after every part")

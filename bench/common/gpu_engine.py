@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +51,7 @@ class Bench:
                 "quantization": options.quantization,
                 "max_model_len": options.max_len,
                 "max_num_seqs": max(options.batches),
+                "kv_cache_dtype": options.kv_cache_dtype,
                 "enable_prefix_caching": False,  # rounds repeat their prompts
                 "speculative_config": {"method": method, "num_speculative_tokens": K},
             }
@@ -96,23 +99,30 @@ def heat(seconds: float = 1.0) -> None:
         torch.cuda.synchronize()
 
 
+@contextmanager
+def decoding(engine: Any, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[None]:
+    """Add requests, compute their prompts, and abort the requests at the end."""
+    for i, ids in enumerate(prompts):
+        engine.add(Request(id=f"decoding {i}", prompt_token_ids=ids, params=params[i], seed=i))
+    while engine.loop.scheduler.waiting or engine.loop.scheduler.mirror.prompt_left.any():
+        engine.step()
+    yield
+    for i in range(len(prompts)):
+        engine.abort(f"decoding {i}")
+    engine.step()
+
+
 def kernels_of(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, Any]:
     """Return the time of a step while all requests decode, and time and count of each kernel in it."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
-    engine, steps = llm.engine, 20
+    steps = 20
     llm.generate(prompts, [replace(one, max_tokens=8) for one in params], use_tqdm=False)
-    for i, ids in enumerate(prompts):
-        engine.add(Request(id=f"profile {i}", prompt_token_ids=ids, params=params[i], seed=i))
-    while engine.loop.scheduler.waiting or engine.loop.scheduler.mirror.prompt_left.any():
-        engine.step()
-    alone = steps_of(engine, 100)
-    with watch(activities=[ProfilerActivity.CUDA]) as seen:
-        steps_of(engine, steps - 5)
-    for i in range(len(prompts)):
-        engine.abort(f"profile {i}")
-    engine.step()
+    with decoding(llm.engine, prompts, params):
+        alone = steps_of(llm.engine, 100)
+        with watch(activities=[ProfilerActivity.CUDA]) as seen:
+            steps_of(llm.engine, steps - 5)
     events = sorted(
         (e for e in seen.key_averages() if e.device_time_total), key=lambda e: -e.device_time_total
     )

@@ -80,14 +80,29 @@ def test_draft_storage_reduces_the_pool() -> None:
     assert plain.num_pages - heavy.num_pages == pytest.approx((1 << 20) / each / 16, abs=1)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("method", heads.WITH_MODELS)
-def test_reported_draft_storage_is_allocated(method: str) -> None:
+def test_reported_draft_storage_is_allocated(method: str, kv_cache_dtype: str) -> None:
     options = heads.options(method, "llama", "float32")
     kind = lookup(PROPOSERS, method, "method")
-    each, weight_bytes = kind.storage(options, tiny.model_config("llama"), torch.float32)
-    target = tiny.engine(speculative={"method": method, **options}, page_size=8, kv_cache_tokens=256)
+    each, weight_bytes = kind.storage(options, tiny.model_config("llama"), torch.float32, kv_cache_dtype)
+    sizes = {"page_size": 8, "kv_cache_tokens": 256, "kv_cache_dtype": kv_cache_dtype}
+    target = tiny.engine(speculative={"method": method, **options}, **sizes)
     proposer = target.loop.proposer
     caches = proposer.runner.caches if hasattr(proposer, "runner") else proposer.caches
-    assert sum(cache.numel() * 4 for cache in caches) == each * (256 + 8)  # and page 0
+    assert sum(cache.nbytes for cache in caches) == each * (256 + 8)  # and page 0
     assert weight_bytes > 4 * 1000
     assert kind.storage({}, tiny.model_config("llama"), torch.float32) == (0, 0)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
+def test_quantised_kv_has_more_pages_in_the_same_memory(kv_cache_dtype: str) -> None:
+    made = tiny.checkpoint()
+    device = FakeDevice(4 << 20)
+    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 256, "max_model_len": 256}
+    plain, quantised = (
+        resolve_sizes(EngineConfig(model="tiny", kv_cache_dtype=name, **sizes), made, device)
+        for name in ("auto", kv_cache_dtype)
+    )
+    bytes_of = [KVLayout(2, 2, 8, dtype).bytes_per_token for dtype in (torch.float32, torch.int8)]
+    assert quantised.num_pages == pytest.approx(plain.num_pages * bytes_of[0] / bytes_of[1], abs=3)

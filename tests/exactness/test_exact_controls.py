@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from draftproof.engine.step import host_logprobs
+from draftproof.ops.torch import forward as torch_forward
+from draftproof.ops.torch import kv
 from draftproof.ops.torch.forward import TorchForward
 from draftproof.types import PICK, Choice, Windows
 from draftproof.verify import logits_processing
@@ -85,6 +87,30 @@ def test_gemm_whose_bits_depend_on_the_number_of_rows_is_detected(monkeypatch, w
     defect = lambda: monkeypatch.setattr(TorchForward, "linear", broken)  # noqa: E731
     options = {"setup": Setup(backend="torch"), "neighbours": neighbours, "chunk": chunk}
     check_detected(defect, "request 0: logprobs", Case(0, "none", 0.0, length=40), spec, **options)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("what", ["batch", "page"])
+def test_kv_scale_over_more_than_a_row_is_detected(monkeypatch, form, what):
+    """Take the scale from the largest value of the call, or of its rows on one page."""
+    store, quantize, groups = kv.store_kv, kv.quantize_rows, []
+
+    def broken_store(cache, index, keys, values):
+        groups[:] = [index // cache.shape[2] if what == "page" else torch.zeros_like(index)]
+        store(cache, index, keys, values)
+
+    def broken_quantize(rows, form):
+        same = (groups[0][:, None] == groups[0])[:, :, None]  # [R, R, 1]
+        top = torch.where(same, rows.abs().amax(-1)[None], 0.0).amax(1)  # [R, num_kv]
+        elements, scales = quantize(torch.cat([rows, top[..., None]], -1), form)
+        return elements[..., :-1].contiguous(), scales
+
+    def defect():
+        monkeypatch.setattr(torch_forward, "store_kv", broken_store)
+        monkeypatch.setattr(kv, "quantize_rows", broken_quantize)
+
+    setup = Setup(backend="torch", kv_cache_dtype=form)
+    check_detected(defect, "request 0: logprobs", Case(0, "none", 0.0, length=20), setup=setup)
 
 
 @pytest.mark.parametrize("what", ["one draft too many", "token of the wrong row"])

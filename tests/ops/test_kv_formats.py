@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftproof.config import EngineConfig
 from draftproof.errors import ConfigError
 from draftproof.ops import AttentionShape, KVLayout, Ops
 from draftproof.ops.contract.kv_layout import kv_format, resolve_kv_dtype
@@ -77,6 +78,10 @@ def test_bytes_of_pages_include_the_scales(kv_dtype: torch.dtype) -> None:
 
 
 def test_unknown_formats_are_refused_with_the_list() -> None:
-    with pytest.raises(ConfigError, match="must be one of auto, int8"):
-        resolve_kv_dtype("fp4", torch.bfloat16)
+    for refuse in (
+        lambda: resolve_kv_dtype("fp4", torch.bfloat16),
+        lambda: EngineConfig(model="tiny", kv_cache_dtype="fp4"),
+    ):
+        with pytest.raises(ConfigError, match="must be one of auto, int8, fp8, fp8_e4m3, got 'fp4'"):
+            refuse()
     assert resolve_kv_dtype("auto", torch.bfloat16) == torch.bfloat16

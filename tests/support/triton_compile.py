@@ -21,8 +21,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from draftproof.models.layers import run_layers
-from draftproof.ops import Attention, AttentionShape, Layer, Mlp, Rows
+from draftproof.ops import Attention, AttentionShape, KVLayout, Layer, Mlp, Rows
 from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions
+from draftproof.ops.contract.kv_layout import KV_FORMATS
 from draftproof.ops.triton import kernel_utils
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm.weight import PackedLinear
@@ -38,6 +39,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.float64: "*fp64",
     torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8",
     torch.float16: "*fp16",
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -104,7 +106,13 @@ def forward(
     packed = PackedLinear(torch.empty((width, hidden), dtype=dtype), None)
     ops.forward.linear_rope_store(x, these, Attention(heads, packed, None), rope, cache, 1e-6)
     ops.forward.linear_silu_mul(x, packed)
-    ops.forward.attention(qkv[:, : heads.num_q * heads.dim].contiguous(), these, heads, cache)
+    q = qkv[:, : heads.num_q * heads.dim].contiguous()
+    ops.forward.attention(q, these, heads, cache)
+    for form in KV_FORMATS.values():
+        if form.dtype != torch.float8_e4m3fn or CAPABILITY >= 89:
+            (cache,) = KVLayout(1, heads.num_kv, heads.dim, form.dtype).allocate(8, 16, CPU)
+            ops.forward.rope_store(qkv, these, Attention(heads, None, None), rope, cache, 1e-6)
+            ops.forward.attention(q, these, heads, cache)
 
 
 def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
