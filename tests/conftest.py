@@ -7,10 +7,19 @@ import os
 import pytest
 import torch
 
+from draftproof.engine.step import warmup
+
 # Tensors are tiny: threads cost more than they save. The cpu backend has a thread pool of its own.
 torch.set_num_threads(1)
 if "PYTEST_XDIST_WORKER" in os.environ:  # programs that tests start use one thread as well
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# An engine times its steps at start-up; of a real model that takes longer than the test, and no test needs it.
+MAX_TIMED_ROWS = 16
+warmup.TIMING_ROUNDS = 1
+warmup.sample_row_counts = lambda max_rows: [1, max_rows]
+_run_forward = warmup.WarmUp.run_forward
+warmup.WarmUp.run_forward = lambda self, size: _run_forward(self, min(size, MAX_TIMED_ROWS))  # type: ignore[method-assign]
+
 # Test files that take longest, in order: xdist workers that share the files then finish together.
 LONGEST_FILES = (
     *("examples", "exact", "ops_triton", "transformers_smollm2", "grammar_json", "exact_smollm2", "ops_step"),
