@@ -8,17 +8,19 @@ import pytest
 import torch
 
 from draftproof.engine.step import warmup
+from draftproof.text.grammar import compiler
 
 # Tensors are tiny: threads cost more than they save. The cpu backend has a thread pool of its own.
 torch.set_num_threads(1)
 if "PYTEST_XDIST_WORKER" in os.environ:  # programs that tests start use one thread as well
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# An engine times its steps at start-up; of a real model that takes longer than the test, and no test needs it.
+# Engines time their steps at start-up: longer than most tests of a real model, and of no use to them.
 MAX_TIMED_ROWS = 16
 warmup.TIMING_ROUNDS = 1
 warmup.sample_row_counts = lambda max_rows: [1, max_rows]
 _run_forward = warmup.WarmUp.run_forward
 warmup.WarmUp.run_forward = lambda self, size: _run_forward(self, min(size, MAX_TIMED_ROWS))  # type: ignore[method-assign]
+compiler.COMPILE_SECONDS = 120.0  # on a loaded machine
 
 # Test files that take longest, in order: xdist workers that share the files then finish together.
 LONGEST_FILES = (

@@ -1,6 +1,6 @@
 """Covering arrays of the exactness matrix."""
 
-from covering import all_pairs, pairs_of, pairwise
+from covering import all_pairs, each_level, pairs_of, pairwise
 
 FACTORS = {"a": range(5), "b": range(4), "c": "xyz", "d": [True, False], "e": [None]}
 
@@ -23,3 +23,11 @@ def test_covering_array_is_small_and_deterministic():
 def test_control_missing_case_is_detected():
     covered = set().union(*(pairs_of(indices(case)) for case in pairwise(FACTORS)[1:]))
     assert covered != all_pairs(FACTORS)
+
+
+def test_few_cases_have_each_level():
+    cases = pairwise(FACTORS)
+    few = each_level(cases)
+    for name, levels in FACTORS.items():
+        assert {case[name] for case in few} == set(levels)
+    assert len(few) < len(cases) / 2

@@ -77,13 +77,9 @@ BF16, FP32 = "bfloat16", "float32"
 CASES = [  # method, drafts, requests, dtype, temperature, overlap
     ("ngram", 3, 4, BF16, 0.0, False),
     ("ngram", 8, 1, FP32, 0.8, False),
-    ("ngram", 8, 4, BF16, 0.8, False),
     ("proposers:Junk", 3, 4, FP32, 0.0, False),
     ("proposers:Junk", 8, 1, BF16, 0.0, False),
-    ("proposers:Junk", 8, 4, FP32, 0.8, False),
-    ("proposers:Flaky", 8, 1, BF16, 0.8, False),
     ("proposers:Flaky", 8, 4, FP32, 0.0, False),
-    ("ngram", 8, 4, BF16, 0.0, True),
     ("ngram", 8, 4, FP32, 0.8, True),
     ("proposers:DeviceFlaky", 8, 4, BF16, 0.8, True),
     ("proposers:DeviceFlaky", 8, 4, FP32, 0.0, True),

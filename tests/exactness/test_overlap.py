@@ -13,6 +13,7 @@ import pytest
 
 import proposers
 import tiny
+from covering import pairwise
 from draftproof.engine.loop import Loop
 from draftproof.engine.scheduler import Scheduler
 from draftproof.sampling_params import SamplingParams
@@ -73,9 +74,10 @@ def serve_with_arrival(spec, option, when, **options):
     return Batch(cases, Setup(), spec, engine=engine, arrivals=[0, 0, 1, when, 30]).differences(), watch
 
 
-@pytest.mark.parametrize("spec", [*METHODS, JUNK], ids=["plain", "ngram", "flaky", "junk"])
-@pytest.mark.parametrize("option", [*HOSTED, "prompt"])
-@pytest.mark.parametrize("when", [1, 2, 5])
+ARRIVALS = pairwise({"spec": [*METHODS, JUNK], "option": [*HOSTED, "prompt"], "when": [1, 2, 5]})
+
+
+@pytest.mark.parametrize(("spec", "option", "when"), [tuple(case.values()) for case in ARRIVALS])
 def test_arrival_that_needs_the_host_is_exact(spec, option, when):
     """The engine drains, runs without overlap while it must, and overlaps again."""
     found, watch = serve_with_arrival(spec, option, when)

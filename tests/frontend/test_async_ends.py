@@ -26,6 +26,7 @@ from async_serving import (
     params,
     run,
     serve_all,
+    slow_steps,
 )
 from draftproof import AsyncLLM, ConfigError, EngineClosedError, EngineDeadError, QueueFullError, RequestError
 from draftproof.frontend.engine_thread import EngineThread
@@ -45,23 +46,25 @@ def test_invalid_requests_are_rejected_and_others_continue(make: Any, alone: Any
         ("ab", params(), "many-1", "already running"),
         ("ab", params(), 7, "request_id must be"),
     ]
+    llm = make("ngram", max_num_seqs=8)
 
     async def main(engine: AsyncLLM) -> None:
         long = engine.stream("ab", params(**LONG), request_id="long")
         many = asyncio.create_task(engine.generate("ab", params(**LONG, n=2), request_id="many"))
         events = [await anext(long)]
         others = asyncio.create_task(serve_all(engine, alone, random.Random(5)))
-        for prompt, options, name, message in wrong:
-            with pytest.raises(RequestError, match=message):
-                await engine.generate(prompt, options, request_id=name)
-            with pytest.raises(RequestError, match=message):
-                await collect(engine.stream(prompt, options, request_id=name))
+        with slow_steps(llm):
+            for prompt, options, name, message in wrong:
+                with pytest.raises(RequestError, match=message):
+                    await engine.generate(prompt, options, request_id=name)
+                with pytest.raises(RequestError, match=message):
+                    await collect(engine.stream(prompt, options, request_id=name))
         await others
         want = await engine.generate("ab", params(**LONG))
         check_stream(events + await collect(long), want)
         assert facts(await many)[0][0] == facts(want)[0][0]  # type: ignore[index]
 
-    run(make("ngram", max_num_seqs=8), main)
+    run(llm, main)
 
 
 def test_full_queue_during_n_requests_adds_none(make: Any, alone: Any, monkeypatch: MonkeyPatch) -> None:
@@ -142,7 +145,8 @@ def test_drain_timeout_aborts_and_counts_open_requests(make: Any) -> None:
             ends.append(seen[-1].finish_reason)
         assert ends.count("abort") == aborted and set(ends) <= {"abort", "length"}
 
-    run(llm, main)
+    with slow_steps(llm):
+        run(llm, main)
 
 
 def test_repeated_shutdown_aborts_open_requests_once(make: Any, alone: Any) -> None:
@@ -172,7 +176,8 @@ def test_repeated_shutdown_aborts_open_requests_once(make: Any, alone: Any) -> N
             await anext(engine.stream("ab"))
         assert not await engine.abort("x") and await engine.drain() == 0 and not engine.dead
 
-    asyncio.run(main())
+    with slow_steps(llm):
+        asyncio.run(main())
     for case, want in zip(CASES, alone, strict=True):
         assert facts(llm.generate(*case)[0]) == facts(want)
 
@@ -255,7 +260,7 @@ if {how!r} == "open":
         command = [sys.executable, "-W", "error", "-c", program]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         programs[how] = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
-    reported = {how: running.communicate(timeout=120) for how, running in programs.items()}
+    reported = {how: running.communicate(timeout=300) for how, running in programs.items()}
     for how, (out, errors) in reported.items():
         assert (programs[how].returncode, errors.strip(), out) == (0, "", ""), how
 
@@ -280,7 +285,7 @@ def plant_failure(llm: Any, monkeypatch: MonkeyPatch, where: str, after: int, co
     def broken(*args: Any) -> Any:
         calls.append(1)
         if len(calls) > after:
-            assert complete.wait(60)
+            assert complete.wait(300)
             submitted[0]._read_inbox()
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return whole(*args)

@@ -198,7 +198,7 @@ def test_control_row_leaking_into_the_next_is_detected() -> None:
         out[-1] += 1e-3 * (len(at) == POOL)
         return out
 
-    assert len(rows_that_differ(leaky)) == POOL + 1  # each row is last once, one of them twice
+    assert len(rows_that_differ(leaky, turns=POOL)) == POOL + 1  # each row is last once, one of them twice
 
 
 # --- embedding, norms, activation -----------------------------------------------------------------------

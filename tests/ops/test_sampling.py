@@ -86,7 +86,7 @@ def test_uniform_is_philox(ops: Ops) -> None:
 
 @others
 def test_uniform_equals_reference(ops: Ops) -> None:
-    seeds, positions = keys(500)
+    seeds, positions = keys(200)
     for stream in STREAMS:
         got, want = (each.sampling.uniform(seeds, positions, stream) for each in (ops, REFERENCE))
         assert got.dtype == torch.float64 and torch.equal(got, want)
@@ -106,7 +106,7 @@ def test_streams_positions_and_seeds_are_independent() -> None:
 @cache
 def defined_samples(vocab: int, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return rows, seeds, positions, and the reference token of each (cached, because it is slow)."""
-    count = {61: 1000, 5003: 10}.get(vocab, 200)
+    count = {61: 300, 5003: 10}.get(vocab, 100)
     scaled = torch.cat([rows_of(count, vocab), edge_rows(vocab)])
     seeds, positions = keys(len(scaled))
     return scaled, seeds, positions, REFERENCE.sampling.gumbel_argmax(scaled, seeds, positions, stream)
@@ -115,7 +115,7 @@ def defined_samples(vocab: int, stream: int) -> tuple[Tensor, Tensor, Tensor, Te
 @others
 @pytest.mark.parametrize("vocab", (*VOCABS, 16, 5003))
 def test_gumbel_argmax_equals_reference(ops: Ops, vocab: int) -> None:
-    """Compare thousands of rows over two streams."""
+    """Compare hundreds of rows over two streams."""
     for stream in (STREAM_SAMPLE, STREAM_RESIDUAL):
         scaled, seeds, positions, want = defined_samples(vocab, stream)
         assert torch.equal(ops.sampling.gumbel_argmax(scaled, seeds, positions, stream), want)

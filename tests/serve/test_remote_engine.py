@@ -15,7 +15,7 @@ from pytest import MonkeyPatch
 
 import async_serving
 import proposers
-from async_serving import CASES, LONG, SPECS, check_stream, collect, facts, params, serve_all
+from async_serving import CASES, LONG, SPECS, check_stream, collect, facts, params, serve_all, slow_steps
 from draftproof import RequestOutput, SamplingParams
 from draftproof.errors import EngineClosedError, EngineDownError, QueueFullError, RequestError
 from draftproof.metrics import WorkerStatus
@@ -31,7 +31,7 @@ from draftproof.text.reasoning.section import ReasoningSection
 from draftproof.types import Request
 from text_pieces import CONFIG, Pieces
 from words import Words
-from worker_thread import RawFrontend, run_remote, run_worker, wait_for
+from worker_thread import TIMEOUT_SECONDS, RawFrontend, run_remote, run_worker, wait_for
 
 SENDABLE = [(prompt, params) for prompt, params in CASES if not params.logits_processors]
 
@@ -51,7 +51,7 @@ def test_remote_outputs_equal_llm_outputs(make: Any, portable: Any, tmp_path: Pa
 
         async def main() -> None:
             clients = [connect(socket_address(tmp_path), tokenizer=Pieces()) for _ in range(2)]
-            async with clients[0], clients[1], asyncio.timeout(120):
+            async with clients[0], clients[1], asyncio.timeout(TIMEOUT_SECONDS):
                 calls = (serve_all(one, portable, random.Random(i)) for i, one in enumerate(clients))
                 await asyncio.gather(*calls)
                 tokens = sum(output.usage["completion_tokens"] for output in portable)
@@ -66,7 +66,7 @@ def run_client(folder: Path, body: Callable[[RemoteLLM], Awaitable[None]]) -> No
 
     async def main() -> None:
         remote = connect(socket_address(folder), tokenizer=Pieces())
-        async with remote, asyncio.timeout(120):
+        async with remote, asyncio.timeout(TIMEOUT_SECONDS):
             await body(remote)
 
     asyncio.run(main())
@@ -205,7 +205,8 @@ def test_full_queue_rejects_all_requests_of_a_prompt(make: Any, tmp_path: Path) 
         assert no.value.param == "n" and not isinstance(no.value, QueueFullError)
         assert len((await remote.generate("b", params(n=4))).outputs) == 4
 
-    run_remote(llm, tmp_path, main)
+    with slow_steps(llm):
+        run_remote(llm, tmp_path, main)
 
 
 def request(**options: Any) -> Request:
@@ -323,7 +324,10 @@ def test_engine_failure_ends_open_requests_and_restart_serves_again(
 
     def failing() -> Any:
         calls.append(1)
-        if len(calls) > 5:
+        stats = llm.engine.stats()
+        if stats.num_running + stats.num_waiting < 4:  # wait for the others: a failed engine admits none
+            time.sleep(0.02)
+        elif len(calls) > 5:
             raise RuntimeError("planted device error")
         return step()
 

@@ -22,7 +22,7 @@ from draftproof.cli.main import _parse, main
 from draftproof.cli.serve import read_settings
 from draftproof.serve.http.request_guard import OpenRequestCounts, create_shared_counts
 from draftproof.serve.settings import KEY_VARIABLE, ApiKeys, Settings
-from server_process import Program, command_line, started
+from server_process import TIMEOUT_SECONDS, Program, command_line, started
 from serving import events
 from worker_thread import wait_for
 
@@ -67,7 +67,7 @@ def test_server_shows_banner_serves_and_drains_at_sigterm(
             running.process.send_signal(signal.SIGTERM)
             rest = list(chunks)  # an open stream is finished
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
-        assert running.process.wait(60) == 0
+        assert running.process.wait(TIMEOUT_SECONDS) == 0
     lines = [json.loads(line) for line in running.log if line.startswith("{")]
     requests = [line for line in lines if line["message"] == "request"]
     assert {line["path"] for line in requests} == {"/v1/completions", "/v1/chat/completions"}
@@ -99,12 +99,14 @@ def test_several_http_processes_share_limits_and_metrics(folder: Path, tmp_path:
         body = {"prompt": "one two three one two", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
         for _ in range(6):  # each over a connection of its own, so that both processes serve some
             assert (
-                httpx.post(f"{running.url}/v1/completions", json=body, headers=mine, timeout=60).status_code
+                httpx.post(
+                    f"{running.url}/v1/completions", json=body, headers=mine, timeout=TIMEOUT_SECONDS
+                ).status_code
                 == 200
             )
 
         def total() -> float:
-            text = httpx.get(f"{running.url}/metrics", headers=mine).text
+            text = httpx.get(f"{running.url}/metrics", headers=mine, timeout=TIMEOUT_SECONDS).text
             name = r'vllm:spec_decode_num_emitted_tokens_total\{model_name="tiny"\}'
             found = re.search(name + r" ([\d.]+)", text)
             return float(found[1]) if found else 0.0
@@ -121,11 +123,13 @@ def check_limits(running: Program) -> None:
     def post(key: str) -> int:
         """Send a request over a new connection, which either process may accept."""
         body, headers = {"prompt": "one", "max_tokens": 3}, {"authorization": f"Bearer {key}"}
-        return httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60).status_code
+        url = f"{running.url}/v1/completions"
+        return httpx.post(url, json=body, headers=headers, timeout=TIMEOUT_SECONDS).status_code
 
     def wait_for_open(number: int) -> None:
         headers, line = {"authorization": "Bearer alpha"}, f'requests_open{{model_name="tiny"}} {number}.0'
-        wait_for(lambda: line in httpx.get(f"{running.url}/metrics", headers=headers).text)
+        options: Any = {"headers": headers, "timeout": TIMEOUT_SECONDS}
+        wait_for(lambda: line in httpx.get(f"{running.url}/metrics", **options).text)
 
     worker = child_of(running.process.pid)
     held = [threading.Thread(target=post, args=(key,)) for key in ("alpha", "beta")]
@@ -151,21 +155,29 @@ def test_killed_worker_ends_streams_and_is_restarted(folder: Path) -> None:
         want = running.post({**body, "max_tokens": 20}).json()["choices"][0]["text"]
         worker = child_of(running.process.pid)
         ends: list[Any] = []
+        has_begun = threading.Event()
 
         def read(i: int) -> None:
             more = {**body, "seed": i, "stream": True, "n": 4}
-            with httpx.stream("POST", f"{running.url}/v1/completions", json=more, timeout=60) as response:
-                chunks = list(events(response)) if response.status_code == 200 else None
+            url = f"{running.url}/v1/completions"
+            with httpx.stream("POST", url, json=more, timeout=TIMEOUT_SECONDS) as response:
+                chunks = [] if response.status_code == 200 else None
+                for chunk in events(response) if chunks is not None else ():
+                    chunks.append(chunk)
+                    has_begun.set()
                 ends.append((response.status_code, chunks))
 
         readers = [threading.Thread(target=read, args=(i,)) for i in range(8)]
+        os.kill(worker, signal.SIGSTOP)  # no request ends before the last one is open
         for reader in readers:
             reader.start()
         line = f'http_requests_open{{model_name="{folder}"}} 8'
         wait_for(lambda: line in running.http.get("/metrics").text)
+        os.kill(worker, signal.SIGCONT)
+        assert has_begun.wait(TIMEOUT_SECONDS)
         os.kill(worker, signal.SIGKILL)
         for reader in readers:
-            reader.join(30)
+            reader.join(TIMEOUT_SECONDS)
         assert len(ends) == 8
         for status, chunks in ends:
             code = None if status == 503 else chunks[-1].get("error", {}).get("code")

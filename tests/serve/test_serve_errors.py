@@ -6,7 +6,6 @@ import json
 import logging
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -23,8 +22,8 @@ from draftproof.serve.http import io, request_guard, uvicorn_protocol
 from draftproof.serve.http.request_log import JsonFormatter
 from draftproof.serve.http.server import serve
 from draftproof.serve.settings import KEY_VARIABLE, ApiKeys, Settings, read_keys
-from serving import NGRAM, Served, events, raw_request, serving, tiny
-from worker_thread import wait_for
+from serving import NGRAM, Served, events, raw_request, serving, slow_down, tiny
+from worker_thread import TIMEOUT_SECONDS, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def served(folder: Any) -> Any:
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 TEXT = {"prompt": "one", "max_tokens": 3}
-LONG = {**TEXT, "max_tokens": 200, "ignore_eos": True}
+LONG = {**TEXT, "max_tokens": 200, "ignore_eos": True, "speculative": False}
 # values of options of /v1/completions that the error names
 WRONG_VALUES: dict[str, list[Any]] = {
     "prompt": [[], "", [1, "a"], [[1], []], [5000], ["a"] * 9, "one two " * 200, None],
@@ -186,13 +185,13 @@ def test_wrong_media_type_size_route_and_method_have_their_status(served: Served
 def test_incomplete_body_times_out(folder: Any) -> None:
     with serving(tiny(folder), Settings(body_seconds=0.2)) as running:
         where, data = raw_request(running.url, {}, length=9)
-        with socket.create_connection(where, timeout=10) as line:
+        with socket.create_connection(where, timeout=TIMEOUT_SECONDS) as line:
             line.sendall(data)
             assert b" 408 " in line.recv(1000).split(b"\r\n")[0]
 
 
 def test_request_id_of_an_open_request_is_rejected(served: Served, monkeypatch: MonkeyPatch) -> None:
-    slow_down(served, monkeypatch)
+    slow_down(served.llm, monkeypatch)
     body = {**LONG, "stream": True, "request_id": "twin"}
     with served.http.stream("POST", "/v1/completions", json=body) as response:
         assert response.headers["x-request-id"] == "twin"
@@ -220,7 +219,7 @@ def test_api_keys_are_required_and_limit_open_requests(
     monkeypatch.setenv(KEY_VARIABLE, "gamma, delta")
     keys = read_keys(str(tmp_path / "keys"))
     with serving(tiny(folder), Settings(api_keys=keys, max_concurrent_per_key=1)) as running:
-        slow_down(running, monkeypatch)
+        slow_down(running.llm, monkeypatch)
         for path in ("/health", "/version", "/openapi.json", "/"):
             assert running.http.get(path).status_code == 200
         wrong = ({"authorization": value} for value in ("Bearer", "Bearer alph", "Basic alpha"))
@@ -260,7 +259,7 @@ def test_key_file_without_keys_is_a_config_error(tmp_path: Any, monkeypatch: Mon
 
 def test_full_draining_or_failed_server_responds_503_or_500(folder: Any, monkeypatch: MonkeyPatch) -> None:
     with serving(tiny(folder), Settings(max_concurrent=1)) as running:
-        slow_down(running, monkeypatch)
+        slow_down(running.llm, monkeypatch)
         with running.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             chunks = events(response)  # keeps the response open
             next(chunks)
@@ -284,8 +283,8 @@ def test_full_draining_or_failed_server_responds_503_or_500(folder: Any, monkeyp
 
 def test_request_that_takes_too_long_times_out(folder: Any, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(request_guard, "SWEEP_SECONDS", 0.01)
-    with serving(tiny(folder), Settings(request_seconds=0.2)) as running:
-        slow_down(running, monkeypatch)
+    with serving(tiny(folder), Settings(request_seconds=2)) as running:
+        slow_down(running.llm, monkeypatch)
         assert running.post("/v1/completions", LONG).status_code == 504
         with running.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             chunks = list(events(response))
@@ -294,24 +293,12 @@ def test_request_that_takes_too_long_times_out(folder: Any, monkeypatch: MonkeyP
         wait_for(lambda: running.llm.num_open == 0)
 
 
-def slow_down(running: Served, monkeypatch: MonkeyPatch) -> None:
-    """Make every step of the engine take 10 ms longer."""
-    tracker = running.llm._llm.tracker
-    step = tracker.step
-
-    def slowly() -> Any:
-        time.sleep(0.01)
-        return step()
-
-    monkeypatch.setattr(tracker, "step", slowly)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnected_client_aborts_its_request(folder: Any, monkeypatch: MonkeyPatch, stream: bool) -> None:
     with serving(tiny(folder)) as running:
-        slow_down(running, monkeypatch)
+        slow_down(running.llm, monkeypatch)
         where, data = raw_request(running.url, {**LONG, "stream": stream, "n": 2})
-        with socket.create_connection(where, timeout=10) as line:
+        with socket.create_connection(where, timeout=TIMEOUT_SECONDS) as line:
             line.sendall(data)
             if stream:
                 assert line.recv(100)
@@ -344,13 +331,16 @@ def test_incomplete_or_large_headers_close_the_connection(folder: Any, monkeypat
     with serving(tiny(folder)) as running:
         where, data = raw_request(running.url, {**TEXT})
         for head in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"):
-            with socket.create_connection(where, timeout=10) as line:
+            with socket.create_connection(where, timeout=TIMEOUT_SECONDS) as line:
                 line.sendall(head)
                 assert line.recv(10) == b""
-        with socket.create_connection(where, timeout=10) as line:
+        monkeypatch.setattr(uvicorn_protocol, "HEADER_SECONDS", TIMEOUT_SECONDS)
+        with socket.create_connection(where, timeout=TIMEOUT_SECONDS) as line:
             line.sendall(b"GET /health HTTP/1.1\r\n" + b"x-filler: 0123456789\r\n" * 4000)
             assert b" 400 " in line.recv(1000)
-        with socket.create_connection(where, timeout=10) as line:  # a second request over one connection
+        with socket.create_connection(
+            where, timeout=TIMEOUT_SECONDS
+        ) as line:  # a second request over one connection
             for _ in range(2):
                 line.sendall(data)
                 assert b" 200 " in line.recv(1 << 16)
@@ -375,8 +365,13 @@ def test_log_has_request_fields_and_no_prompt(served: Served, caplog: pytest.Log
     secret = "seven eight secret nine"
     served.post("/v1/completions", {"prompt": secret, "max_tokens": 2, "request_id": "logged", "user": "ada"})
     served.post("/v1/completions", {"prompt": secret, "temperature": secret})
-    records = [record for record in caplog.records if record.message == "request"]
-    lines = [json.loads(JsonFormatter().format(record)) for record in records]
+
+    def read() -> list[dict[str, Any]]:
+        records = [record for record in list(caplog.records) if record.getMessage() == "request"]
+        return [json.loads(JsonFormatter().format(record)) for record in records]
+
+    wait_for(lambda: len(read()) == 2)  # a line is written after its response was sent
+    lines = read()
     line = next(line for line in lines if line["request_id"] == "logged")
     assert line["status"] == 200 and line["completion_tokens"] == 2 and line["path"] == "/v1/completions"
     assert line["user"] == "ada" and line["finish_reasons"] == ["length"] and line["seconds"] > 0

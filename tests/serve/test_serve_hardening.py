@@ -10,7 +10,6 @@ import queue
 import socket
 import struct
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from draftproof.serve.http.server import HttpServer, uvicorn_config
 from draftproof.serve.settings import ApiKeys, Settings, read_keys
 from draftproof.text.grammar import process
 from serving import NGRAM, Served, raw_request, serving, tiny
-from worker_thread import wait_for
+from worker_thread import TIMEOUT_SECONDS, wait_for
 
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False}
 KEYS = ApiKeys(["alpha", "beta"])
@@ -110,7 +109,7 @@ def block_encoding(running: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[
 
     def wait(text: str, add_special_tokens: bool = True) -> list[int]:
         if text.startswith("slow"):
-            release.wait(30)
+            release.wait(TIMEOUT_SECONDS)
         return encode(text, add_special_tokens)
 
     monkeypatch.setattr(backend, "encode", wait)
@@ -149,9 +148,8 @@ def test_waiting_tokenizer_routes_delay_no_chat(folder: Any, monkeypatch: pytest
             sender.start()
         try:
             wait_for(lambda: running.app.state.guard.num_open == len(senders))
-            began = time.monotonic()
-            got = running.post("/v1/chat/completions", body, timeout=20)
-            assert got.status_code == 200 and time.monotonic() - began < 10
+            assert running.post("/v1/chat/completions", body).status_code == 200
+            assert running.app.state.guard.num_open == len(senders)  # all of them still wait
         finally:
             release.set()
             for sender in senders:
@@ -214,10 +212,10 @@ def test_header_limit_holds_in_one_packet(folder: Any) -> None:
         address, whole = raw_request(running.url, {"prompt": "one", "max_tokens": 1})
         for count, status in ((0, b" 200 "), (4000, b" 400 ")):
             extra = b"x-filler: 0123456789\r\n" * count
-            with socket.create_connection(address, timeout=30) as line:
+            with socket.create_connection(address, timeout=TIMEOUT_SECONDS) as line:
                 line.sendall(whole.replace(b"host: x\r\n", b"host: x\r\n" + extra))
                 assert status in line.recv(1000).split(b"\r\n")[0]
-        with socket.create_connection(address, timeout=30) as line:
+        with socket.create_connection(address, timeout=TIMEOUT_SECONDS) as line:
             line.sendall(b"GET /health?" + b"x" * (70 << 10) + b" HTTP/1.1\r\nhost: x\r\n\r\n")
             assert b" 400 " in line.recv(1000)
 
@@ -230,7 +228,7 @@ def test_client_that_sends_a_whole_large_body_first_sees_413(folder: Any, has_le
         address, _ = raw_request(running.url, {})
         head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         head += f"content-length: {size}\r\n\r\n" if has_length else "transfer-encoding: chunked\r\n\r\n"
-        with socket.create_connection(address, timeout=30) as line:
+        with socket.create_connection(address, timeout=TIMEOUT_SECONDS) as line:
             line.sendall(head.encode())
             for _ in range(size // len(part)):
                 line.sendall(part if has_length else b"10000\r\n" + part + b"\r\n")
@@ -248,7 +246,9 @@ def test_body_that_ends_beyond_the_limit_is_rejected_at_once(
     with serving(tiny(folder), Settings(max_body_bytes=1000)) as running:
         parts = [b'{"prompt": "', b"x" * 2000, b'"}']
         headers = {"content-type": "application/json"}
-        got = running.http.post("/v1/completions", content=iter(parts), headers=headers, timeout=30)
+        got = running.http.post(
+            "/v1/completions", content=iter(parts), headers=headers, timeout=TIMEOUT_SECONDS
+        )
         assert got.status_code == 413
 
 
@@ -310,13 +310,15 @@ def test_new_connections_get_503_while_the_server_drains(folder: Any) -> None:
             wait_for(lambda: server.started)
             server.should_exit = True
             wait_for(lambda: app.state.guard.draining)
-            got = httpx.post(f"{url}/v1/completions", json={"prompt": "one", "max_tokens": 1}, timeout=60)
+            got = httpx.post(
+                f"{url}/v1/completions", json={"prompt": "one", "max_tokens": 1}, timeout=TIMEOUT_SECONDS
+            )
             assert (got.status_code, got.json()["error"]["code"]) == (503, "draining")
             assert "retry-after" in got.headers
-            assert httpx.get(f"{url}/health", timeout=60).json()["status"] == "draining"
+            assert httpx.get(f"{url}/health", timeout=TIMEOUT_SECONDS).json()["status"] == "draining"
         finally:
             held.released.set()
-            thread.join(60)
+            thread.join(TIMEOUT_SECONDS)
             engine._finalizer()
     assert not thread.is_alive()
 

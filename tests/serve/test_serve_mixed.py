@@ -121,7 +121,7 @@ def alone(folder: Any) -> list[Any]:
     with serving(tiny(folder, enable_prefix_caching=False)) as running:
 
         async def main() -> list[Any]:
-            async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
+            async with httpx.AsyncClient(base_url=running.url, timeout=600) as client:
                 return [await send(client, body) for body in request_bodies(64)]
 
         return asyncio.run(main())
@@ -140,7 +140,7 @@ async def all_at_once(
         except httpx.TimeoutException:
             return None
 
-    async with httpx.AsyncClient(base_url=running.url, timeout=60, limits=httpx.Limits()) as client:
+    async with httpx.AsyncClient(base_url=running.url, timeout=600, limits=httpx.Limits()) as client:
         return await asyncio.gather(*map(one, indices))
 
 

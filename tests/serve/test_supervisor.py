@@ -25,7 +25,7 @@ from draftproof.serve import supervisor as supervising
 from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
 from draftproof.serve.supervisor import Supervisor
 from text_pieces import CONFIG, Pieces
-from worker_thread import wait_for
+from worker_thread import TIMEOUT_SECONDS, wait_for
 
 OPTIONS: Any = {"load_format": "dummy", "dtype": "float32", "max_num_seqs": 8, "device": "cpu"}
 
@@ -81,17 +81,18 @@ def test_killed_worker_ends_streams_with_errors_and_is_restarted(
     async def main(llm: RemoteLLM) -> None:
         assert facts(await llm.generate(*CASES[0])) == facts(alone[0])
         streams = [llm.stream("ab", params(i, **LONG)) for i in range(32)]
-        whole = asyncio.create_task(llm.generate("ab", params(99, **LONG)))
-        events = [await streams[0].read()]
         pid = llm.worker_status().pid
         assert pid is not None and is_alive(pid)
+        begun = llm.stream("ab", params(**LONG))
+        assert await begun.read()
+        os.kill(pid, signal.SIGSTOP)  # no request ends before the last one is open
+        whole = asyncio.create_task(llm.generate("ab", params(99, **LONG)))
         tasks = [asyncio.create_task(collect(stream)) for stream in streams]
-        while llm.num_open < 33:
+        while llm.num_open < 33 or any(stream._queue is None for stream in streams):
             await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
-        for task in tasks:
-            events.append(await task)
-        for stream, some in zip(streams, events[1:], strict=True):
+        assert (await collect(begun))[-1].finish_reason in ("error", "length")  # it may have ended before
+        for stream, some in zip(streams, [await task for task in tasks], strict=True):
             assert some[-1].finish_reason == "error"
             assert "the engine's process has ended" in str(some[-1].error)
             assert stream.output is not None and not stream.output.finished
@@ -119,7 +120,10 @@ def test_killed_worker_ends_streams_with_errors_and_is_restarted(
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
 
         async def run() -> None:
-            async with connect(supervisor.address, tokenizer=Pieces()) as llm, asyncio.timeout(120):  # type: ignore[arg-type]
+            async with (
+                connect(supervisor.address, tokenizer=Pieces()) as llm,
+                asyncio.timeout(TIMEOUT_SECONDS),
+            ):  # type: ignore[arg-type]
                 await main(llm)
 
         asyncio.run(run())
@@ -133,7 +137,10 @@ def test_hung_worker_is_killed_and_terminated_worker_finishes(folder: Path, monk
     with Supervisor(str(folder), first_delay=0.05, hang_seconds=3600, **OPTIONS) as supervisor:
 
         async def main() -> None:
-            async with connect(supervisor.address, tokenizer=Pieces()) as llm, asyncio.timeout(120):  # type: ignore[arg-type]
+            async with (
+                connect(supervisor.address, tokenizer=Pieces()) as llm,
+                asyncio.timeout(TIMEOUT_SECONDS),
+            ):  # type: ignore[arg-type]
                 pid = llm.worker_status().pid or 0
                 stream = llm.stream("ab", params(**LONG))
                 await stream.read()
@@ -199,4 +206,4 @@ import sys
 import draftproof.serve.ipc.remote_llm, draftproof.serve.supervisor
 assert not {"torch", "numba", "xgrammar", "transformers"} & set(sys.modules), "slow and large imports"
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=TIMEOUT_SECONDS)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import proposers
@@ -97,7 +99,7 @@ def check_left(llm: LLM) -> None:
     assert not [t for t in threading.enumerate() if t.name == "draftproof-engine"]
 
 
-def run(llm: LLM, body: Callable[[AsyncLLM], Awaitable[Any]], seconds: float = 120) -> Any:
+def run(llm: LLM, body: Callable[[AsyncLLM], Awaitable[Any]], seconds: float = 300) -> Any:
     """Run `body` in an event loop of its own with a time limit; check that nothing is left."""
 
     async def main() -> Any:
@@ -108,6 +110,22 @@ def run(llm: LLM, body: Callable[[AsyncLLM], Awaitable[Any]], seconds: float = 1
         return asyncio.run(main())
     finally:
         check_left(llm)
+
+
+@contextmanager
+def slow_steps(llm: LLM, seconds: float = 0.02) -> Iterator[None]:
+    """Make every step take longer, so that a long request is open while a test continues."""
+    step = llm.engine.step
+
+    def slowly() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    llm.engine.step = slowly  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del llm.engine.step  # type: ignore[method-assign]
 
 
 async def collect(stream: Stream) -> list[TokenEvent]:

@@ -46,3 +46,14 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 def _pair(names: list[str], a: str, i: int, b: str, j: int) -> Pair:
     return (a, i, b, j) if names.index(a) < names.index(b) else (b, j, a, i)
+
+
+def each_level(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a few of `cases` that still have every level of every factor, greedily."""
+    levels = [{(name, str(level)) for name, level in case.items()} for case in cases]
+    missing, chosen = set().union(*levels), []
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(levels[i] & missing))
+        missing -= levels[best]
+        chosen.append(cases[best])
+    return chosen

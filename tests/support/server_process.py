@@ -14,17 +14,19 @@ from typing import Any
 
 import httpx
 
+TIMEOUT_SECONDS = 300  # reached by a test that hangs only
+
 
 class Program:
     """A server that was started by its command."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, banner: str, log: list[str]) -> None:
         self.process, self.url, self.banner, self.log = process, url, banner, log
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS)
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(TIMEOUT_SECONDS)
 
     def post(self, body: Any, **more: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json=body, **more)
@@ -57,7 +59,7 @@ def started(command: list[str], **variables: str) -> Iterator[Program]:
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(TIMEOUT_SECONDS)
         reader.join()
         process.stdout.close()
         process.stderr.close()

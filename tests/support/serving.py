@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 import tokenizers
 import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -76,6 +78,18 @@ def with_grammars(llm: LLM) -> LLM:
     return llm
 
 
+def slow_down(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.05) -> None:
+    """Make every step of the engine take longer, so that a long request is open while a test continues."""
+    tracker = llm._llm.tracker
+    step = tracker.step
+
+    def slowly() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    monkeypatch.setattr(tracker, "step", slowly)
+
+
 class Served:
     """A running server and clients of it."""
 
@@ -122,7 +136,7 @@ def serving(llm: LLM, settings: Settings | None = None, send_buffer: int = 0) ->
         finally:
             served.close()
             server.should_exit = True
-            thread.join(30)
+            thread.join(120)
             engine._finalizer()
     assert not thread.is_alive() and app.state.guard.num_open == 0
 

@@ -176,7 +176,7 @@ def draft_round_without_live_rows_stores_nothing() -> None:
 
 @check
 def layers_have_the_bits_of_separate_ops() -> None:
-    assert_bits_of_separate_ops(NARROW, 192, False, (0, 0))
+    assert_bits_of_separate_ops(NARROW, 192, False, (0,))  # two layers: below, and with taps
 
 
 @check

@@ -370,7 +370,9 @@ def test_dead_compiler_process_fails_its_job_alone() -> None:
     assert process.compile(("regex", "a+", {}), 60)
     kill()
     assert process.compile(("regex", "b+", {}), 60)
-    threading.Timer(0.1, kill).start()
+    started: Any = process._worker
+    receive = started._receive
+    started._receive = lambda seconds: (kill(), receive(seconds))[1]  # the job is sent, its reply is awaited
     with pytest.raises(RequestError, match="broke over it") as caught:
         process.compile(("json", json.dumps(BIG), {}), 60)
     assert caught.value.param == "structured_outputs"

@@ -266,11 +266,11 @@ def test_finished_outputs_are_freed_and_their_lines_reused() -> None:
         return output
 
     table.new_output = watched  # type: ignore[method-assign]
-    in_bulk(script(1, steps=900, at_once=6, ends=0.2), ODD, table)
+    in_bulk(script(1, steps=600, at_once=6, ends=0.2), ODD, table)
     gc.collect()
-    assert len(kept) > 500 and not [ref for ref in kept if ref() is not None]
+    assert len(kept) > 300 and not [ref for ref in kept if ref() is not None]
     assert len(table._outputs) == 8
-    in_bulk(script(2, steps=900, at_once=6, ends=0.2), ODD, table)
+    in_bulk(script(2, steps=600, at_once=6, ends=0.2), ODD, table)
     assert len(table._outputs) == 8
 
 
