@@ -24,15 +24,25 @@ compiler.COMPILE_SECONDS = 120.0  # on a loaded machine
 
 # Test files that take longest, in order: xdist workers that share the files then finish together.
 LONGEST_FILES = (
-    *("examples", "exact", "ops_triton", "transformers_smollm2", "grammar_json", "exact_smollm2", "ops_step"),
-    *("train", "bits", "cli", "distribution", "grammar_text", "sampling", "train_command", "supervisor"),
-    *("llm", "serve_command"),
+    *("exact", "ops_triton", "transformers_smollm2", "grammar_json", "train", "exact_smollm2", "bits"),
+    *("distribution", "examples", "ops_step", "grammar_text", "forward", "train_command", "serve_command"),
+    *("output_table", "supervisor", "llm", "endings_text", "overlap", "sampling", "endings", "cli"),
 )
-# Files of tests that take more than a few seconds each; `make test-fast` leaves them out.
+# Files of tests that take more than a few seconds each; `make test-fast` runs only what they mark as fast.
 SLOW_FILES = frozenset(LONGEST_FILES) | {
-    *("forward", "endings_text", "output_table", "compiling", "serve_tool_formats", "remote_engine", "soak"),
-    *("serve_hardening", "serve_schema", "serve_mixed", "grammar_masks", "deep_queue", "structural_tag"),
-    *("serve_tools", "async_llm", "chat_terminal"),
+    *(
+        "async_ends",
+        "async_llm",
+        "calibration",
+        "chat_terminal",
+        "compiling",
+        "deep_queue",
+        "device_proposers",
+    ),
+    *("draft_model", "exact_controls", "faults", "gguf_blocks", "grammar", "grammar_budget", "grammar_masks"),
+    *("grammar_schemas", "graph_memory", "heads", "hybrid", "plan", "proposer_failures", "remote_engine"),
+    *("serve_hardening", "serve_mixed", "serve_reasoning", "serve_responses", "serve_schema", "serve_tools"),
+    *("serve_tool_formats", "soak", "structural_tag", "thinking_budget", "tool_grammar"),
 }
 # Fixtures and files that need the default model, which is downloaded.
 NETWORK_FIXTURES = frozenset({"smollm2", "smollm2_path"})
@@ -44,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: i for i, name in enumerate(LONGEST_FILES)}
     for item in items:
         name = item.path.stem.removeprefix("test_")
-        if name in SLOW_FILES:
+        if name in SLOW_FILES and item.get_closest_marker("fast") is None:
             item.add_marker(pytest.mark.slow)
         if name in NETWORK_FILES or NETWORK_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.network)

@@ -68,12 +68,18 @@ CASES = pairwise(
         "traffic": list(TRAFFIC),
         "adaptive": [True, False],
         "chunk": [16, 64],
+        "depth": [3, 4],
     }
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize(
+    ("case", "depth"),
+    [(c, c["depth"]) for c in CASES],
+    indirect=["depth"],
+    ids=lambda level: named(level) if isinstance(level, dict) else "",
+)
 def test_deep_queue_is_exact(case, depth, depths):
     cases = [Case(0, case["option"], case["temperature"], length=40), *NEIGHBOURS]
     free = {"prompt": False, "grammar": "none"}

@@ -37,7 +37,11 @@ OVERLAP_FACTORS = {"option": OVERLAP_OPTIONS, "method": DEVICE_METHODS, "overlap
 OVERLAP_MATRIX = pairwise({**FACTORS, **OVERLAP_FACTORS, "predictions": [False]})
 
 
-@pytest.mark.parametrize("case", MATRIX, ids=named)
+QUICK = each_level(MATRIX)
+PAIRS = [pytest.param(case, marks=pytest.mark.fast if case in QUICK else ()) for case in MATRIX]
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=named)
 def test_every_pair_of_factors_is_exact(case):
     check(case)
 
