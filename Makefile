@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
+# Compiled files are kept, also where the environment forbids it: otherwise every process compiles the tests again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: docs setup demo test test-fast lint bench test-gpu test-page test-clients
 

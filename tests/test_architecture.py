@@ -8,6 +8,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -92,10 +93,16 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
+@cache
+def parse(source: str) -> ast.Module:
+    """Return the syntax tree of a file; several tests read it."""
+    return ast.parse(source)
+
+
 def wrong_imports(source: str, where: str) -> list[str]:
     """Return imports of a module in package `where` that go up or sideways."""
     found = []
-    for name in imports(ast.parse(source)):
+    for name in imports(parse(source)):
         parts = name.split(".")
         if parts[0] != "draftproof" or len(parts) < 2 or parts[1] == where:
             continue
@@ -115,7 +122,7 @@ def test_module(path: Path) -> None:
     if package_of(path) != "ops":
         assert "torch.cuda" not in source and "import triton" not in source
     assert len(source.splitlines()) <= MAX_FILE_LINES, "split the file"
-    tree = ast.parse(source)
+    tree = parse(source)
     assert ast.get_docstring(tree), "add a module docstring"
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert not [f for f in calls if isinstance(f, ast.Name) and f.id == "print"]
@@ -155,7 +162,7 @@ def banned_words(source: str) -> list[str]:
             found.append(f"{line}: identifier {token.string}")
         if token.type == tokenize.COMMENT and (match := BANNED_PROSE.search(token.string)):
             found.append(f"{line}: comment with '{match.group()}'")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text is None:
@@ -189,7 +196,7 @@ def test_method_names_are_compared_in_their_table_only() -> None:
     tables = ((PROPOSERS, "propose"), (STRATEGIES, "verify"), (BACKENDS, "ops"))
     for path in modules():
         values = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path.read_text())):
             if isinstance(node, ast.Compare):
                 values |= {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
         for names, home in tables:

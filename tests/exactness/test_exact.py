@@ -73,11 +73,7 @@ def test_grammars_are_exact(case):
     check(case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case for matrix in (MATRIX, GRAMMAR_MATRIX, OVERLAP_MATRIX) for case in each_level(matrix)],
-    ids=named,
-)
+@pytest.mark.parametrize("case", each_level([*MATRIX, *GRAMMAR_MATRIX, *OVERLAP_MATRIX]), ids=named)
 def test_torch_backend_is_exact(case):
     check(case, "torch")
 
@@ -101,8 +97,10 @@ def test_reference_backend_is_exact(method):
 @pytest.mark.parametrize(
     ("method", "strategy"),
     [
-        *product([None, *(m for m in METHODS if m not in MODEL_METHODS), *DEVICE_TEST_METHODS], EXACT),
-        *product(MODEL_METHODS, EXACT[:1]),
+        *product([None, "ngram", "proposers:Flaky", "proposers:DeviceFlaky"], EXACT),
+        *product(
+            [m for m in [*METHODS, *DEVICE_TEST_METHODS] if not m.endswith(("ngram", "Flaky"))], EXACT[:1]
+        ),
     ],
 )
 def test_requests_preempted_several_times_are_exact(method, strategy, monkeypatch):
