@@ -58,7 +58,7 @@ def interpreted() -> dict[str, str]:
     """Return the error of each check of the triton backend, empty if it passed."""
     path = [str(Path(__file__).parents[1] / "support"), *sys.path]
     code = f"import sys; sys.path[:0] = {path!r}; import triton_step_checks as t; t.main({SEEDS}, [])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -33,7 +33,7 @@ CHECKS = [
 def failures(module: str) -> dict[str, str]:
     """Return the failure of each check of a module, "" if there is none."""
     code = f"import sys; sys.path[:0] = {[str(SUPPORT), *sys.path]!r}; import {module}; {module}.main([])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
