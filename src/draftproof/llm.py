@@ -19,7 +19,8 @@ from draftproof.frontend.progress import progress_bar
 from draftproof.frontend.request_tracker import Job, OnEvents, RequestTracker
 from draftproof.frontend.scoring import score_output
 from draftproof.models.hub import find_model
-from draftproof.models.load import load_checkpoint
+from draftproof.models.load import Checkpoint, keeps_blocks, load_checkpoint
+from draftproof.ops import resolve_device
 from draftproof.outputs import EmbeddingRequestOutput, RequestOutput, ScoreOutput, TokenEvent
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.generation_config import default_options
@@ -53,11 +54,13 @@ class LLM(InputProcessor):
             load_format=self.config.load_format,
             revision=self.config.revision,
             seed=self.config.seed or 0,
-            keep_blocks=self.config.quantization == "gguf",
+            keep_blocks=keeps_blocks(self.config.quantization, resolve_device(self.config.device)),
         )
-        self.tokenizer = _find_tokenizer(self.config, checkpoint.source)
+        self.tokenizer = _find_tokenizer(self.config, checkpoint)
         self.default_options = default_options(self.config.generation_config, checkpoint.source)
-        self.pooler = read_pooler(self.config, checkpoint.config.hidden_size, checkpoint.source)
+        self.pooler = read_pooler(
+            self.config, checkpoint.config.hidden_size, checkpoint.source, checkpoint.header
+        )
         with progress_bar() as show:
             self.engine = Engine(self.config, checkpoint, show)
         vocab = self.engine.limits.vocab_size
@@ -256,16 +259,16 @@ class LLM(InputProcessor):
             raise EngineClosedError(f"{owner} runs this engine: use it, or shut it down first")
 
 
-def _find_tokenizer(config: EngineConfig, source: Any) -> Tokenizer | None:
+def _find_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
     """Load the configured tokenizer, or the model's own; None if it is off or dummy weights have none."""
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
         return load_tokenizer(find_model(config.tokenizer, weights=False))
-    if source is None:
+    if checkpoint.source is None:
         return None
     try:
-        return load_tokenizer(source)
+        return load_tokenizer(checkpoint.source, checkpoint.header)
     except LoadError:
         if config.load_format == "dummy":  # random weights need no tokenizer
             return None

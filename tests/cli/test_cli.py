@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pytest import CaptureFixture, MonkeyPatch
+from safetensors.torch import save_file
 
 from draftproof import LLM, TokenEvent, __version__
 from draftproof.cli.main import main
+from draftproof.models.expected_tensors import dummy_tensors
+from draftproof.models.registry import config_from_hf
 from draftproof.text.tokenizer import Tokenizer
+from text_pieces import CONFIG
 
 COPY = "one two three four five six seven one two three four five six seven one two"
 
@@ -46,6 +54,16 @@ def test_info_prints_the_size_of_a_model(smollm2_path: object, capsys: CaptureFi
     assert main(["info", "smollm2-135m"]) == 0
     out = capsys.readouterr().out
     assert "134,515,008" in out and "chat template" in out
+    assert "memory floor" in out and re.search(r"mlp.up_proj +30 +Q4_1 +16.6 +16.6", out)
+
+
+def test_info_of_a_folder_lists_its_tensors(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    tensors = dummy_tensors(config_from_hf(CONFIG), torch.bfloat16, 0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert main(["info", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"mlp.up_proj +1 +bfloat16", out) and "memory floor" in out
 
 
 def test_interrupted_comparison_exits_without_a_result(

@@ -61,7 +61,7 @@ def test_unset_vllm_option_is_accepted_and_another_value_refused(name: str) -> N
     [
         ({"tensor_parallel_size": 2}, "one device"),
         ({"tensor_parallel_size": True}, "one device"),
-        ({"quantization": "awq"}, "must be one of none, int8, fp8, int4, gguf"),
+        ({"quantization": "awq"}, "must be one of auto, none, int8, fp8, int4, gguf"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
         ({"tokenizer_mode": "slow"}, "tokenizer.json"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "must be one of auto, int8, fp8, fp8_e4m3"),

@@ -15,7 +15,9 @@ from draftproof.engine.build import check_formats
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.gguf.blocks import DECODERS, read_blocks
-from draftproof.models.gguf.file import TYPES, TensorInfo
+from draftproof.models.gguf.file import TYPES, read_gguf
+from draftproof.models.gguf.weights import BLOCK_BYTES, GGUFWeight
+from draftproof.models.hub import cache_folder
 from draftproof.models.load import load_checkpoint
 from draftproof.models.weight_formats import BlockWeight, FloatWeight
 from draftproof.ops import resolve
@@ -35,38 +37,54 @@ CONFIG = ModelConfig(
     tie_embeddings=True,
     windows=(0, 0),
 )
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTPROOF_CACHE", str(tmp_path / "cache"))
+
+
 TYPE_IDS = {name: type_id for type_id, (name, _, _) in TYPES.items()}
 
 
-def stored(kind: str, shape: tuple[int, int] = (5, 512)) -> tuple[np.ndarray, TensorInfo]:
+def stored(kind: str, shape: tuple[int, int] = (5, 512)) -> np.ndarray:
     rng = np.random.default_rng(TYPE_IDS[kind])
     raw = encode(rng.normal(size=shape).astype(np.float32), kind, rng)
-    return raw.view(np.uint8).reshape(-1), TensorInfo("w", shape, TYPE_IDS[kind], 0)
+    return raw.view(np.uint8).reshape(shape[0], -1)
 
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_blocks_have_the_values_of_the_gguf_package(kind: str) -> None:
-    raw, info = stored(kind)
-    blocks = read_blocks(raw, info)
-    assert blocks is not None and blocks.integers.dtype == np.int8
-    group = info.shape[1] // blocks.scales.shape[1]
+    raw = stored(kind)
+    blocks = read_blocks(raw, kind, BLOCK_BYTES[kind])
+    is_4bit = kind.startswith("Q4")
+    assert blocks.integers.dtype == (np.uint8 if is_4bit else np.int8)
+    assert blocks.scales.dtype == (np.float32 if kind.endswith("K") else np.float16)
+    group = blocks.integers.shape[1] // blocks.scales.shape[1]
     assert group == (16 if kind == "Q6_K" else 32)
-    scale, minimum = (np.repeat(blocks.scales[..., i], group, axis=1) for i in range(2))
-    want = gguf.quants.dequantize(raw.reshape(info.shape[0], -1), gguf.GGMLQuantizationType[kind])
-    assert np.array_equal(scale * blocks.integers + minimum, want)
-    if kind.startswith("Q4"):
-        assert blocks.integers.min() >= 0 and blocks.integers.max() < 16
+    scale, *minimum = (
+        np.repeat(blocks.scales[..., i].astype(np.float32), group, axis=1)
+        for i in range(blocks.scales.shape[2])
+    )
+    want = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    assert np.array_equal(scale * blocks.integers + (minimum[0] if minimum else 0), want)
+    if is_4bit:
+        assert blocks.integers.max() < 16
 
 
-def test_damaged_scale_is_refused_with_the_name_of_the_tensor() -> None:
-    raw, info = stored("Q8_0")
-    raw[0:2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
-    with pytest.raises(LoadError, match="'w' holds scales that are not finite"):
-        read_blocks(raw, info)
-
-
-def test_float_tensor_has_no_blocks() -> None:
-    assert read_blocks(np.zeros(64, np.uint8), TensorInfo("w", (4, 4), TYPE_IDS["F32"], 0)) is None
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_damaged_scale_is_refused_with_the_name_of_the_tensor(kind: str, tmp_path: Path) -> None:
+    """Nothing stays behind: neither a loaded model nor a file in the cache."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "llama", CONFIG, kind=kind)
+    info = read_gguf(path).tensors["blk.1.ffn_up.weight"]
+    content = bytearray(path.read_bytes())
+    content[info.offset : info.offset + 2] = np.float16(np.inf).tobytes()
+    path.write_bytes(content)
+    options: Any = {"quantization": "gguf", "device": "cpu", "skip_tokenizer_init": True}
+    with pytest.raises(LoadError, match="m.gguf: tensor 'blk.1.ffn_up.weight' holds scales that are not fin"):
+        LLM(str(path), **options)
+    assert not list((cache_folder() / "packed").iterdir())
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q4_K", "Q6_K"])
@@ -76,7 +94,7 @@ def test_weights_keep_the_blocks_and_the_values_of_the_unpacked_model(kind: str,
     made = load_checkpoint(path, dtype="float32", keep_blocks=True, progress=False)
     unpacked = load_checkpoint(path, dtype="float32", progress=False)
     for name, weight in made.weights.items():
-        assert isinstance(weight, FloatWeight if weight.data.ndim == 1 else BlockWeight)
+        assert isinstance(weight, FloatWeight if weight.data.ndim == 1 else GGUFWeight)
         assert torch.equal(weight.dequantize(torch.float32), unpacked.weights[name].dequantize())
 
 
@@ -87,6 +105,10 @@ def test_weights_of_different_groups_are_concatenated() -> None:
     both = BlockWeight.cat([coarse, fine])
     assert both.group == 16
     assert torch.equal(both.dequantize(), torch.cat([coarse.dequantize(), fine.dequantize()]))
+    small = BlockWeight((data % 16).to(torch.uint8), torch.rand(2, 2, 1).half())  # 4 bits, no minimum
+    both = BlockWeight.cat([small, coarse])
+    assert both.data.dtype == torch.int8 and both.scales is not None and both.scales.dtype == torch.float32
+    assert torch.equal(both.dequantize(), torch.cat([small.dequantize(), coarse.dequantize()]))
 
 
 @pytest.mark.parametrize(("kind", "quantization"), [("Q4_1", "gguf"), ("Q6_K", "gguf"), ("F32", "int4")])

@@ -109,9 +109,9 @@ def quantized(form: tuple[Any, ...], shape: tuple[int, int], bias: bool) -> dict
         sizes = (shape[0], shape[1] // group, 2) if group else shape[:1]
         scales = torch.rand(sizes, generator=random) / 64
         if group == 32:  # exact in fp16, as GGUF stores scales
-            scales = scales.half().float()
+            scales, data = scales.half(), data.to(torch.uint8 if high == 15 else torch.int8)
         if group and not has_min:
-            scales[..., 1] = 0
+            scales = scales[..., :1].contiguous()
     return {"weight_format": name, "data": data, "scales": scales, "bias": bias_row, "zeros": zeros}
 
 

@@ -71,6 +71,7 @@ def write_gguf(
     config: ModelConfig,
     tensors: dict[str, Tensor] | None = None,
     kind: str = "F32",
+    kinds: dict[str, str] | None = None,  # part of a tensor's name -> its type, where it differs from `kind`
     extra: dict[str, Any] | None = None,
     more: dict[str, np.ndarray] | None = None,
     tokens: list[str] | None = None,
@@ -115,8 +116,9 @@ def write_gguf(
         if arch in ("llama", "mistral") and ".k_proj." in name:
             values = interleave(values, config.num_kv_heads)
         matrix = values.ndim > 1
-        data = encode(values, kind, rng) if matrix else values.astype(np.float32)
-        raw_type = gguf.GGMLQuantizationType[kind] if matrix else None
+        own = next((k for part, k in (kinds or {}).items() if part in gguf_name(name).split(".")), kind)
+        data = encode(values, own, rng) if matrix else values.astype(np.float32)
+        raw_type = gguf.GGMLQuantizationType[own] if matrix else None
         stored[gguf_name(name)] = data
         writer.add_tensor(gguf_name(name), data, raw_dtype=raw_type)
     for name, data in (more or {}).items():

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from draftproof.errors import DraftproofError
+
+if TYPE_CHECKING:
+    from draftproof.models.stored_tensors import TensorKind
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -18,11 +22,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Print sizes, tokenizer and source of a model."""
+    """Print sizes, tokenizer, source and tensors of a model, and the memory floor of this machine."""
     import torch
 
     from draftproof.models.load import load_config
     from draftproof.models.registry import expected_tensors, kv_layout
+    from draftproof.models.stored_tensors import stored_tensors
     from draftproof.text.tokenizer import load_tokenizer
 
     config, source = load_config(options.model)
@@ -51,4 +56,31 @@ def run(options: argparse.Namespace, console: Console) -> int:
     for name, value in rows:
         table.add_row(name, str(value))
     console.print(table)
+    kinds = stored_tensors(source, config)
+    if kinds:
+        print_tensors(kinds, console)
     return 0
+
+
+def print_tensors(kinds: list[TensorKind], console: Console) -> None:
+    """Print bytes and memory by kind of tensor, and how fast this machine can read them."""
+    from draftproof.models.stored_tensors import read_bandwidth
+
+    table = Table(box=None)
+    for name in ("tensors", "number", "format", "MB in the file", "MB in memory"):
+        table.add_column(name, justify="left" if name in ("tensors", "format") else "right")
+    for kind in kinds:
+        stored, resident = kind.file_bytes / 1e6, kind.memory_bytes / 1e6
+        table.add_row(kind.name, str(kind.count), kind.format, f"{stored:,.1f}", f"{resident:,.1f}")
+    stored, resident = sum(kind.file_bytes for kind in kinds), sum(kind.memory_bytes for kind in kinds)
+    table.add_row(
+        "all", str(sum(kind.count for kind in kinds)), "", f"{stored / 1e6:,.1f}", f"{resident / 1e6:,.1f}"
+    )
+    console.print()
+    console.print(table)
+    read, bandwidth = sum(kind.bytes_per_token for kind in kinds), read_bandwidth()
+    console.print()
+    console.print(
+        f"memory floor on this CPU: {bandwidth / read:,.1f} tokens/s at batch 1 without drafts "
+        f"({read / 1e6:,.1f} MB a token at {bandwidth / 1e9:.1f} GB/s)"
+    )

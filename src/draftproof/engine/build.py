@@ -24,6 +24,7 @@ from draftproof.engine.validation import Limits
 from draftproof.errors import ConfigError, nearest
 from draftproof.models.draft_head.config import TargetIdentity
 from draftproof.models.draft_head.model import TargetParts
+from draftproof.models.gguf.packed_store import packed_store
 from draftproof.models.load import Checkpoint
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
@@ -76,7 +77,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
     ops.forward.check_kv_dtype(resolve_kv_dtype(config.kv_cache_dtype, checkpoint.dtype))
     sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config, checkpoint))
     lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
-    model = create_model(model_config, weights, ops, sizes.max_len)
+    with packed_store(ops, list(weights.values())) as store:
+        model = create_model(model_config, weights, ops, sizes.max_len, store)
     vocab = model_config.vocab_size
     slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, ops)
     env = ProposerEnv(

@@ -19,7 +19,7 @@ from draftproof.config import EngineConfig
 from draftproof.errors import LoadError, RequestError
 from draftproof.frontend.scoring import check_finished
 from draftproof.models.config import read_json
-from draftproof.models.gguf.file import is_gguf, read_gguf
+from draftproof.models.gguf.file import GGUFFile, is_gguf, read_gguf
 from draftproof.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import PoolingType
@@ -108,11 +108,18 @@ class Pooler:
         return kept if length == 0 else (kept / length).astype(np.float32)
 
 
-def read_pooler(config: EngineConfig, size: int, source: Path | None) -> Pooler:
-    """Return the pooling of the model at `source`; options of the engine replace what its files define."""
+def read_pooler(
+    config: EngineConfig, size: int, source: Path | None, header: GGUFFile | None = None
+) -> Pooler:
+    """Return the pooling of the model at `source`; options of the engine replace what its files define.
+
+    `header`: that of a GGUF file, if it has been read.
+    """
     pooler = Pooler()
-    if source is not None:
-        pooler = _from_gguf(source) if source.is_file() and is_gguf(source) else _from_folder(source)
+    if source is not None and source.is_file() and is_gguf(source):
+        pooler = _from_gguf(header or read_gguf(source))
+    elif source is not None:
+        pooler = _from_folder(source)
     if config.pooling_type != "auto":
         refusal = None if pooler.refusal is None or POOLING_OPTION in pooler.refusal else pooler.refusal
         kind: Any = config.pooling_type
@@ -122,8 +129,8 @@ def read_pooler(config: EngineConfig, size: int, source: Path | None) -> Pooler:
     return replace(pooler, size=size)
 
 
-def _from_gguf(path: Path) -> Pooler:
-    meta = read_gguf(path).metadata
+def _from_gguf(header: GGUFFile) -> Pooler:
+    meta = header.metadata
     number = meta.get(f"{meta.get('general.architecture')}.pooling_type", 0)
     return (
         Pooler() if number in (0, None) else _with_mode(Pooler(), str(GGUF_POOLING_TYPES.get(number, number)))

@@ -12,8 +12,8 @@ from draftproof.models.expected_tensors import dense_tensor_shapes
 from draftproof.models.hf_config import dense_config_from_hf
 from draftproof.models.layers import run_layers
 from draftproof.models.rope import rope_table
-from draftproof.models.weight_formats import FloatWeight, WeightPacker, WeightTensor, pack_weight
-from draftproof.ops import Attention, AttentionShape, KVLayout, Layer, Mlp, Ops, Rows
+from draftproof.models.weight_formats import FloatWeight, PackedStore, WeightPacker, WeightTensor, pack_weight
+from draftproof.ops import Attention, AttentionShape, KVLayout, Layer, Mlp, Ops, QuantizedTable, Rows
 
 
 class DenseDecoder:
@@ -22,23 +22,39 @@ class DenseDecoder:
     config_from_hf = staticmethod(dense_config_from_hf)
     expected_tensors = staticmethod(dense_tensor_shapes)
 
-    def __init__(self, config: ModelConfig, weights: dict[str, WeightTensor], ops: Ops, max_len: int) -> None:
-        """Pack `weights` for the backend; entries are removed from the dictionary as they are packed."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, WeightTensor],
+        ops: Ops,
+        max_len: int,
+        store: PackedStore | None = None,
+    ) -> None:
+        """Pack `weights` for the backend, or take them from `store`; each is removed once packed."""
         self.config = config
         self.ops = ops
         self.rope = rope_table(config, max_len).to(ops.device)
-        packer = WeightPacker(weights, ops, weights["model.norm.weight"].dequantize().dtype)
+        dtype = weights["model.norm.weight"].dequantize().dtype
+        packer = WeightPacker(weights, ops, dtype, store=store)
         table = weights["model.embed_tokens.weight"]
-        self.embedding = packer.tensor("model.embed_tokens.weight")
+        self.embedding: Tensor | QuantizedTable
+        if table.format in ops.forward.table_formats:
+            packed = packer.packed(["model.embed_tokens"], bias=False)
+            self.embedding = QuantizedTable(packed, (config.vocab_size, config.hidden_size), dtype)
+        else:
+            self.embedding = packer.tensor("model.embed_tokens.weight")
         self.layers = [
             decoder_layer(packer, f"model.layers.{i}.", config, i) for i in range(config.num_layers)
         ]
         self.norm = packer.tensor("model.norm.weight")
-        if config.tie_embeddings:
-            is_packed = table.format in ops.forward.weight_formats
-            self.lm_head = pack_weight(ops, table if is_packed else FloatWeight(self.embedding))
-        else:
+        if not config.tie_embeddings:
             self.lm_head = packer.packed(["lm_head"], bias=False)
+        elif isinstance(self.embedding, QuantizedTable):
+            self.lm_head = self.embedding.packed
+        else:
+            is_packed = table.format in ops.forward.weight_formats
+            weight = table.to(ops.device) if is_packed else FloatWeight(self.embedding)
+            self.lm_head = pack_weight(ops, weight)
 
     @staticmethod
     def kv_layout(config: ModelConfig, dtype: torch.dtype) -> KVLayout:

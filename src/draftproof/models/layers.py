@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftproof.ops import Attention, Layer, Mlp, Ops, Rows
+from draftproof.ops import Attention, Layer, Mlp, Ops, QuantizedTable, Rows
 
 
 def run_layers(
@@ -19,7 +19,7 @@ def run_layers(
     caches: Sequence[Tensor],  # one per layer
     eps: float,
     taps: Sequence[int] = (),  # layers whose residual is returned
-    embedding: Tensor | None = None,  # [V, hidden], for a first layer with `token_norm`
+    embedding: Tensor | QuantizedTable | None = None,  # [V, hidden], for a first layer with `token_norm`
     output_rows: Tensor | None = None,  # [W] int64: rows to return; None: all
     fused: bool = True,  # False: op by op, which defines the bits that a fused kernel must reproduce
 ) -> tuple[Tensor, ...]:
@@ -77,7 +77,12 @@ def mlp_forward(ops: Ops, mlp: Mlp, x: Tensor) -> Tensor:
 
 
 def first_layer_input(
-    ops: Ops, residual: Tensor, layer: Layer, rows: Rows, embedding: Tensor | None, eps: float
+    ops: Ops,
+    residual: Tensor,
+    layer: Layer,
+    rows: Rows,
+    embedding: Tensor | QuantizedTable | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Return what the first attention reads ([R, hidden] or [R, 2 hidden]) and the residual around it."""
     if layer.token_norm is None:

@@ -23,9 +23,10 @@ from draftproof.models.expected_tensors import (
     dummy_tensors,
     split_draft_tensors,
 )
-from draftproof.models.gguf.file import is_gguf, read_gguf
+from draftproof.models.gguf.file import GGUFFile, is_gguf, read_gguf
 from draftproof.models.gguf.llama import config_from_gguf, gguf_tensors, gguf_weights
 from draftproof.models.gguf.weight_cache import read_unpacked, unpacked_path, write_unpacked
+from draftproof.models.gguf.weights import has_blocks
 from draftproof.models.hub import find_model
 from draftproof.models.quantized.config import parse_quantization
 from draftproof.models.quantized.read import read_quantized
@@ -48,6 +49,9 @@ class Checkpoint:
     dtype: torch.dtype
     source: Path | None  # folder or .gguf file, for the tokenizer; None for a bare ModelConfig
     format: str  # a key of FORMATS
+    header: GGUFFile | None = (
+        None  # of a GGUF file; its vocabulary is large, so nothing keeps it after the start
+    )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -67,13 +71,13 @@ def load_checkpoint(
     revision: str | None = None,
     seed: int = 0,
     progress: bool = True,
-    keep_blocks: bool = False,
+    keep_blocks: bool | None = False,
 ) -> Checkpoint:
     """Load `model`: a folder, a .gguf file, a built-in name or a Hugging Face id.
 
     dtype "auto" keeps fp32 checkpoints in fp32 and converts every other one to bf16. `load_format` "dummy"
     makes random weights from `seed`; it takes a ModelConfig in place of a name too. `keep_blocks` keeps the
-    blocks of a GGUF file instead of dequantising them.
+    blocks of a GGUF file instead of dequantising them; None: if there is a GGUF file with blocks.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}: {nearest(dtype, ['auto', *DTYPES])}")
@@ -89,11 +93,18 @@ def load_checkpoint(
     source = find_model(str(model), revision, progress)
     if load_format == "auto":
         load_format = _detect(source)
-    if keep_blocks:
-        if load_format != "gguf":
-            raise ConfigError(NEEDS_GGUF)
-        return _load_gguf_blocks(source, requested, progress)
+    if keep_blocks and load_format != "gguf":
+        raise ConfigError(NEEDS_GGUF)
+    if keep_blocks is not False and load_format == "gguf":
+        return _load_gguf(source, requested, seed, progress, keep_blocks)
     return FORMATS[load_format](source, requested, seed, progress)
+
+
+def keeps_blocks(quantization: str, device: torch.device) -> bool | None:
+    """Return the argument `keep_blocks` that the engine's option `quantization` selects on a device."""
+    if quantization == "auto":
+        return False if device.type == "cuda" else None
+    return quantization == "gguf"
 
 
 def load_config(model: str | Path, revision: str | None = None) -> tuple[ModelConfig, Path]:
@@ -186,13 +197,24 @@ def _resolve_tied_embeddings(config: ModelConfig, tensors: dict[str, Tensor]) ->
     return replace(config, tie_embeddings=False)  # as transformers does
 
 
-def _load_gguf(source: Path, requested: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
+def _load_gguf(
+    source: Path,
+    requested: torch.dtype | None,
+    seed: int,
+    progress: bool,
+    keep_blocks: bool | None = False,
+) -> Checkpoint:
     path = _gguf_file(source)
     if path is None:
         raise LoadError(f"{source}: there is no GGUF file here")
     file = read_gguf(path)
     config = config_from_gguf(file)
     dtype = requested or (torch.float32 if config.dtype == "float32" else torch.bfloat16)
+    if keep_blocks is None:
+        keep_blocks = any(has_blocks(info) for info in file.tensors.values())
+    if keep_blocks:
+        track = _progress_bar(f"reading {path.name}", progress)
+        return Checkpoint(config, gguf_weights(file, config, dtype, track), dtype, path, "gguf", file)
     cached = unpacked_path(path, dtype)
     tensors = read_unpacked(cached, expected_tensors(config), dtype)
     if tensors is None:
@@ -200,18 +222,7 @@ def _load_gguf(source: Path, requested: torch.dtype | None, seed: int, progress:
         write_unpacked(cached, tensors)
         # Read back, so that the first start and later ones map the same memory.
         tensors = read_unpacked(cached, expected_tensors(config), dtype) or tensors
-    return Checkpoint(config, _float_weights(tensors), dtype, path, "gguf")
-
-
-def _load_gguf_blocks(source: Path, requested: torch.dtype | None, progress: bool) -> Checkpoint:
-    """Load a GGUF file with its matrices in blocks, read anew at every start."""
-    path = _gguf_file(source)
-    assert path is not None, "checked by the caller"
-    file = read_gguf(path)
-    config = config_from_gguf(file)
-    dtype = requested or (torch.float32 if config.dtype == "float32" else torch.bfloat16)
-    weights = gguf_weights(file, config, dtype, _progress_bar(f"reading {path.name}", progress))
-    return Checkpoint(config, weights, dtype, path, "gguf")
+    return Checkpoint(config, _float_weights(tensors), dtype, path, "gguf", file)
 
 
 def _float_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:

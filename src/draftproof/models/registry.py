@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig
-from draftproof.models.weight_formats import WeightTensor
-from draftproof.ops import KVLayout, Ops, Rows
+from draftproof.models.weight_formats import PackedStore, WeightTensor
+from draftproof.ops import KVLayout, Ops, QuantizedTable, Rows
 from draftproof.registry import lookup
 
 _DENSE = "draftproof.models.decoder:DenseDecoder"
@@ -34,11 +34,18 @@ class Model(Protocol):
     """Forward pass of a decoder over ragged rows. The caller owns the storage of K and V."""
 
     config: ModelConfig
-    embedding: Tensor  # [V, hidden]
+    embedding: Tensor | QuantizedTable  # [V, hidden]
     lm_head: Any  # packed, [V, hidden]
 
-    def __init__(self, config: ModelConfig, weights: dict[str, WeightTensor], ops: Ops, max_len: int) -> None:
-        """Pack `weights` for the backend; entries are removed from the dictionary as they are packed."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, WeightTensor],
+        ops: Ops,
+        max_len: int,
+        store: PackedStore | None = None,
+    ) -> None:
+        """Pack `weights` for the backend, or take them from `store`; each is removed once packed."""
 
     @staticmethod
     def config_from_hf(
@@ -75,9 +82,15 @@ def model_class(architecture: str) -> type[Model]:
     return found
 
 
-def create_model(config: ModelConfig, weights: dict[str, WeightTensor], ops: Ops, max_len: int) -> Model:
+def create_model(
+    config: ModelConfig,
+    weights: dict[str, WeightTensor],
+    ops: Ops,
+    max_len: int,
+    store: PackedStore | None = None,
+) -> Model:
     """Build the model of a configuration; see `Model.__init__`."""
-    return model_class(config.architecture)(config, weights, ops, max_len)
+    return model_class(config.architecture)(config, weights, ops, max_len, store)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -80,7 +80,9 @@ class W8A8Weight(Int8RowWeight):
 class BlockWeight(WeightTensor):
     """Matrix of integers with a scale and a minimum per output row and group of its elements.
 
-    `data` [N, K] int8; `scales` [N, K / group, 2] fp32. An element is scale times integer plus minimum.
+    `data` [N, K] int8, or uint8 for integers of 4 bits, 0..15. `scales` [N, K / group, 2] scale and minimum,
+    or [N, K / group, 1] without minimum, fp16 or fp32. An element is scale times integer plus minimum. The
+    packed layout depends on these types and shapes, not on the values, so parts of a weight are packed alike.
     """
 
     @property
@@ -96,14 +98,21 @@ class BlockWeight(WeightTensor):
 
     @classmethod
     def cat(cls, weights: Sequence[Self]) -> Self:
-        """Concatenate along the output rows; the smallest group becomes that of all."""
+        """Concatenate along the output rows; all take the smallest group and the widest types."""
+        if len(weights) == 1:
+            return weights[0]
         group = min(weight.group for weight in weights)
         scales = [weight.scales for weight in weights if weight.scales is not None]
-        parts = [
-            scale.repeat_interleave(weight.group // group, 1)
-            for weight, scale in zip(weights, scales, strict=True)
-        ]
-        return cls(torch.cat([weight.data for weight in weights]), torch.cat(parts))
+        factors = max(scale.shape[2] for scale in scales)
+        is_fp16 = all(scale.dtype == torch.float16 for scale in scales)
+        parts = []
+        for weight, scale in zip(weights, scales, strict=True):
+            fine = scale.to(torch.float16 if is_fp16 else torch.float32)
+            fine = fine.repeat_interleave(weight.group // group, 1)
+            parts.append(torch.nn.functional.pad(fine, (0, factors - scale.shape[2])))
+        is_4bit = all(weight.data.dtype == torch.uint8 for weight in weights)
+        data = [weight.data if is_4bit else weight.data.view(torch.int8) for weight in weights]
+        return cls(torch.cat(data), torch.cat(parts))
 
     @classmethod
     def quantize(cls, matrix: Tensor) -> Self:
@@ -114,8 +123,8 @@ class BlockWeight(WeightTensor):
         groups = matrix.detach().float().view(columns, -1, INT4_GROUP)
         low = groups.amin(2, keepdim=True).half().float()
         scale = ((groups.amax(2, keepdim=True) - low) / 15).clamp(min=MIN_FP16_SCALE).half().float()
-        integers = ((groups - low) / scale).round().clamp(0, 15).to(torch.int8)
-        return cls(integers.view(columns, depth), torch.cat([scale, low], 2))
+        integers = ((groups - low) / scale).round().clamp(0, 15).to(torch.uint8)
+        return cls(integers.view(columns, depth), torch.cat([scale, low], 2).half())
 
     @classmethod
     def from_groups(cls, weight: Int4GroupWeight) -> Self:
@@ -132,8 +141,9 @@ class BlockWeight(WeightTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix, computed in fp32 and rounded once, by default to bf16."""
         assert self.scales is not None
-        scale, minimum = (part.repeat_interleave(self.group, 1) for part in self.scales.unbind(2))
-        return (scale * self.data + minimum).to(dtype or torch.bfloat16)
+        parts = [part.float().repeat_interleave(self.group, 1) for part in self.scales.unbind(2)]
+        values = parts[0] * self.data
+        return (values + parts[1] if len(parts) > 1 else values).to(dtype or torch.bfloat16)
 
 
 # dtype of the stored matrix -> format; every other dtype is a FloatWeight
@@ -206,6 +216,13 @@ def dequantize_all(weights: Mapping[str, WeightTensor]) -> dict[str, Tensor]:
     return {name: weight.dequantize() for name, weight in weights.items()}
 
 
+class PackedStore(Protocol):
+    """Cache of packed weights."""
+
+    def packed(self, names: Sequence[str], parts: Sequence[WeightTensor], bias: Tensor | None) -> Any:
+        """Return weights packed as one; None if they are not stored."""
+
+
 class WeightPacker:
     """Remove weights from a checkpoint one by one and pack them for a backend, so that none is held twice."""
 
@@ -215,12 +232,14 @@ class WeightPacker:
         ops: Ops,
         dtype: torch.dtype | None = None,
         draft: bool = False,
+        store: PackedStore | None = None,
     ) -> None:
         """Set the dtype of dequantised weights; `draft` weights may be packed with lower precision."""
         self.weights = weights
         self.ops = ops
         self.dtype = dtype
         self.draft = draft
+        self.store = store
 
     def tensor(self, name: str) -> Tensor:
         """Remove one weight and return it dequantised on the device."""
@@ -228,8 +247,14 @@ class WeightPacker:
 
     def packed(self, names: Sequence[str], bias: bool) -> Any:
         """Remove linear weights, concatenate their output rows and pack them for `Ops.linear`."""
-        parts = [self.weights.pop(f"{name}.weight").to(self.ops.device) for name in names]
+        weights = [self.weights.pop(f"{name}.weight") for name in names]
         biases = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
+        stored = None if self.store is None else self.store.packed(names, weights, biases)
+        if stored is not None:
+            return stored
+        parts = [weight.to(self.ops.device) for weight in weights]
+        if len({type(part) for part in parts}) > 1:  # a file may store one of q, k and v as floats
+            parts = [FloatWeight(part.dequantize(self.dtype)) for part in parts]
         return pack_weight(self.ops, type(parts[0]).cat(parts), biases, self.dtype, self.draft)
 
 

@@ -23,7 +23,9 @@ from draftproof.ops.contract.types import AttentionShape as AttentionShape
 from draftproof.ops.contract.types import Layer as Layer
 from draftproof.ops.contract.types import Layout as Layout
 from draftproof.ops.contract.types import Mlp as Mlp
+from draftproof.ops.contract.types import PackedState as PackedState
 from draftproof.ops.contract.types import PendingCopy as PendingCopy
+from draftproof.ops.contract.types import QuantizedTable as QuantizedTable
 from draftproof.ops.contract.types import TokenLogprobs as TokenLogprobs
 from draftproof.registry import lookup
 from draftproof.types import Rows as Rows

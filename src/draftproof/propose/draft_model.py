@@ -16,7 +16,8 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
-from draftproof.models.load import load_checkpoint, load_config
+from draftproof.models.gguf.packed_store import packed_store
+from draftproof.models.load import keeps_blocks, load_checkpoint, load_config
 from draftproof.models.registry import create_model, expected_tensors, kv_layout
 from draftproof.models.runner import Runner
 from draftproof.ops import Rows
@@ -39,7 +40,9 @@ class DraftModelProposer(ModelProposer):
         if source is None:
             raise ConfigError("method 'draft_model' needs a model: give its name or folder as 'model'")
         assert target is not None
-        made = load_checkpoint(source, dtype=str(target.dtype).removeprefix("torch."), progress=False)
+        dtype = str(target.dtype).removeprefix("torch.")
+        blocks = keeps_blocks("auto", env.ops.device)
+        made = load_checkpoint(source, dtype=dtype, progress=False, keep_blocks=blocks)
         config = made.config
         if config.vocab_size != env.vocab_size:
             raise ConfigError(
@@ -50,8 +53,10 @@ class DraftModelProposer(ModelProposer):
             raise ConfigError(
                 f"{source} has {config.max_position} positions: lower max_model_len ({env.max_len}) to that"
             )
+        with packed_store(env.ops, list(made.weights.values())) as store:
+            model = create_model(config, made.weights, env.ops, env.max_len, store)
         self.runner = Runner(
-            create_model(config, made.weights, env.ops, env.max_len),
+            model,
             env.ops,
             made.dtype,
             num_pages=env.num_pages,

@@ -11,7 +11,7 @@ import tokenizers
 
 from draftproof.errors import LoadError, RequestError
 from draftproof.models.config import read_json
-from draftproof.models.gguf.file import end_token_ids, is_gguf, read_gguf
+from draftproof.models.gguf.file import GGUFFile, end_token_ids, is_gguf, read_gguf
 from draftproof.text.chat_template import ChatTemplate
 from draftproof.text.control_text import ControlTexts, Spans
 from draftproof.text.fill_in_middle import encode_inside, find_layout
@@ -183,8 +183,8 @@ class Tokenizer:
         return template.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
 
 
-def load_tokenizer(source: Path | str) -> Tokenizer:
-    """Load a tokenizer from a folder with tokenizer.json or from a .gguf file."""
+def load_tokenizer(source: Path | str, header: GGUFFile | None = None) -> Tokenizer:
+    """Load a tokenizer from a folder with tokenizer.json or a .gguf file, whose `header` may be given."""
     source = Path(source)
     if source.is_dir():
         files = sorted(source.glob("*.gguf"))
@@ -193,11 +193,11 @@ def load_tokenizer(source: Path | str) -> Tokenizer:
         source = files[0]
     if not is_gguf(source):
         raise LoadError(f"{source}: neither a folder with tokenizer.json nor a GGUF file")
-    return _from_gguf(source)
+    return _from_gguf(header or read_gguf(source))
 
 
-def _from_gguf(path: Path) -> Tokenizer:
-    meta = read_gguf(path).metadata
+def _from_gguf(header: GGUFFile) -> Tokenizer:
+    path, meta = header.path, header.metadata
     try:
         backend = build_tokenizer(meta, str(path))
     except (TypeError, ValueError, LookupError, AttributeError) as error:

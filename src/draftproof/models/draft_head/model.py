@@ -16,7 +16,7 @@ from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
 from draftproof.models.layers import first_layer_input, run_layers, store_kv
 from draftproof.models.rope import rope_table
 from draftproof.models.weight_formats import FloatWeight, WeightPacker, WeightTensor
-from draftproof.ops import Ops, Rows
+from draftproof.ops import Ops, QuantizedTable, Rows
 from draftproof.types import Windows
 
 
@@ -27,7 +27,7 @@ class TargetParts:
     config: ModelConfig
     identity: TargetIdentity
     dtype: torch.dtype
-    embedding: Tensor  # [V, hidden]
+    embedding: Tensor | QuantizedTable  # [V, hidden]
     lm_head: Any  # packed
     # ids [n] -> rows of the LM head's weight [n, hidden]; usable only while the engine is built
     lm_head_rows: Callable[[Tensor], Tensor]
@@ -54,7 +54,10 @@ class DraftHeadModel:
         self.embedding = target.embedding
         if config.own_embedding:  # public heads often hold a copy of the target's
             own = packer.tensor("embed_tokens.weight")
-            self.embedding = self.embedding if torch.equal(own, self.embedding) else own
+            shared = self.embedding
+            if isinstance(shared, QuantizedTable):
+                shared = ops.forward.embed(torch.arange(shared.shape[0], device=ops.device), shared)
+            self.embedding = self.embedding if torch.equal(own, shared) else own
         self.ids = packer.tensor("d2t") if config.has_reduced_vocab else None  # [draft vocab] target ids
         if self.ids is not None:  # logits of ids outside the draft vocabulary stay -inf
             self._logits = torch.full((max_logits_rows, self.vocab), -math.inf, device=ops.device)

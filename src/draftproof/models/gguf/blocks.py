@@ -1,6 +1,6 @@
 """Blocks of GGUF tensors as integers, scales and minimums, without rounding. Does not import torch.
 
-An element is scale times integer plus minimum. Types of 4 bits have integers 0..15.
+An element is scale times integer plus minimum. Integers of 4 bits are 0..15 in uint8, all others are int8.
 """
 
 from __future__ import annotations
@@ -11,39 +11,30 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.errors import LoadError
-from draftproof.models.gguf.file import TYPES, TensorInfo, num_bytes
-
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Integers of a matrix, and the scale and minimum of each group of its elements."""
+    """Integers of rows, and the scale and minimum of each group of their elements."""
 
-    integers: Array  # [N, K] int8
-    scales: Array  # [N, K / group, 2] fp32: scale, minimum
-
-
-def read_blocks(raw: Array, info: TensorInfo) -> Blocks | None:
-    """Return the blocks of a matrix, given the bytes of the whole file; None for a type without blocks."""
-    name, block, size = TYPES[info.type_id]
-    if name not in DECODERS or len(info.shape) != 2:
-        return None
-    data = raw[info.offset : info.offset + num_bytes(info)].reshape(-1, size)  # [blocks, bytes]
-    integers, scales, minimums = DECODERS[name](data)  # [blocks, block], [blocks, groups], [blocks, groups]
-    factors = np.stack(np.broadcast_arrays(scales, minimums), axis=-1).astype(np.float32)
-    if not np.isfinite(factors).all():
-        raise LoadError(f"tensor {info.name!r} holds scales that are not finite: the file is damaged")
-    rows = info.shape[0]
-    return Blocks(
-        np.ascontiguousarray(integers.reshape(info.shape).astype(np.int8)), factors.reshape(rows, -1, 2)
+    integers: Array  # [N, K] int8, or uint8 for 0..15
+    scales: (
+        Array  # [N, K / group, 2] scale and minimum, or [N, K / group, 1] scale; fp16 where exact, else fp32
     )
 
 
+def read_blocks(rows: Array, kind: str, block_bytes: int) -> Blocks:
+    """Decode rows [N, bytes of a row] of a type of `DECODERS`."""
+    with np.errstate(all="ignore"):  # a damaged scale is found by the caller
+        integers, *factors = DECODERS[kind](rows.reshape(-1, block_bytes))
+    scales = np.stack(factors, axis=-1)  # [blocks, groups, 1 or 2]
+    return Blocks(integers.reshape(len(rows), -1), scales.reshape(len(rows), -1, len(factors)))
+
+
 def _half(data: Array, at: int) -> Array:
-    """Return the fp16 at byte `at` of each block as fp32 [blocks, 1]."""
-    return np.ascontiguousarray(data[:, at : at + 2]).view(np.float16).astype(np.float32)
+    """Return the fp16 at byte `at` of each block, [blocks, 1]."""
+    return np.ascontiguousarray(data[:, at : at + 2]).view(np.float16)
 
 
 def _nibbles(data: Array) -> Array:
@@ -57,26 +48,27 @@ def _fifth_bits(data: Array) -> Array:
     return (((words >> np.arange(32, dtype=np.uint32)) & 1) << 4).astype(np.uint8)
 
 
-def _q4_0(data: Array) -> tuple[Array, Array, Array]:
+def _q4_0(data: Array) -> tuple[Array, ...]:
     scale = _half(data, 0)
-    return _nibbles(data[:, 2:]), scale, -8 * scale
+    return _nibbles(data[:, 2:]), scale, scale * np.float16(-8)
 
 
-def _q4_1(data: Array) -> tuple[Array, Array, Array]:
+def _q4_1(data: Array) -> tuple[Array, ...]:
     return _nibbles(data[:, 4:]), _half(data, 0), _half(data, 2)
 
 
-def _q5_0(data: Array) -> tuple[Array, Array, Array]:
-    integers = (_nibbles(data[:, 6:]) | _fifth_bits(data[:, 2:6])).astype(np.int8) - 16
-    return integers, _half(data, 0), np.zeros((1, 1))
+def _q5_0(data: Array) -> tuple[Array, ...]:
+    integers = (_nibbles(data[:, 6:]) | _fifth_bits(data[:, 2:6])).view(np.int8) - np.int8(16)
+    return integers, _half(data, 0)
 
 
-def _q5_1(data: Array) -> tuple[Array, Array, Array]:
-    return _nibbles(data[:, 8:]) | _fifth_bits(data[:, 4:8]), _half(data, 0), _half(data, 2)
+def _q5_1(data: Array) -> tuple[Array, ...]:
+    integers = _nibbles(data[:, 8:]) | _fifth_bits(data[:, 4:8])
+    return integers.view(np.int8), _half(data, 0), _half(data, 2)
 
 
-def _q8_0(data: Array) -> tuple[Array, Array, Array]:
-    return data[:, 2:].view(np.int8), _half(data, 0), np.zeros((1, 1))
+def _q8_0(data: Array) -> tuple[Array, ...]:
+    return data[:, 2:].view(np.int8), _half(data, 0)
 
 
 def _scales_6bit(packed: Array) -> tuple[Array, Array]:
@@ -93,27 +85,27 @@ def _groups_of_64(data: Array) -> Array:
     return (parts & 15).reshape(-1, 8, 32)
 
 
-def _q4_k(data: Array) -> tuple[Array, Array, Array]:
+def _q4_k(data: Array) -> tuple[Array, ...]:
     scales, minimums = _scales_6bit(data[:, 4:16])
     return _groups_of_64(data[:, 16:]), _half(data, 0) * scales, -_half(data, 2) * minimums
 
 
-def _q5_k(data: Array) -> tuple[Array, Array, Array]:
+def _q5_k(data: Array) -> tuple[Array, ...]:
     scales, minimums = _scales_6bit(data[:, 4:16])
     bits = (data[:, None, 16:48] >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1)) & 1  # [blocks, 8, 32]
     integers = _groups_of_64(data[:, 48:]) | (bits << 4)
-    return integers, _half(data, 0) * scales, -_half(data, 2) * minimums
+    return integers.view(np.int8), _half(data, 0) * scales, -_half(data, 2) * minimums
 
 
-def _q6_k(data: Array) -> tuple[Array, Array, Array]:
+def _q6_k(data: Array) -> tuple[Array, ...]:
     low = data[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
     high = data[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1)
     integers = (low & 15).reshape(-1, 256) | ((high & 3) << 4).reshape(-1, 256)
     scales = data[:, 192:208].view(np.int8).astype(np.float32)  # [blocks, 16]
-    return integers.astype(np.int8) - 32, _half(data, 208) * scales, np.zeros((1, 1))
+    return integers.view(np.int8) - np.int8(32), _half(data, 208) * scales
 
 
-DECODERS: dict[str, Callable[[Array], tuple[Array, Array, Array]]] = {
+DECODERS: dict[str, Callable[[Array], tuple[Array, ...]]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,

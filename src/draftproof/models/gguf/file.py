@@ -224,8 +224,6 @@ def check_types(file: GGUFFile) -> None:
 
 def dequantize(raw: np.ndarray[Any, Any], info: TensorInfo) -> np.ndarray[Any, Any]:
     """Return an fp32 array of `info.shape` from the bytes of the whole file, `raw` [file size] uint8."""
-    import gguf  # imported late: a start from the cache does not need it
-
     name, block, size = TYPES[info.type_id]
     data = raw[info.offset : info.offset + num_bytes(info)]
     if name == "F32":
@@ -233,6 +231,8 @@ def dequantize(raw: np.ndarray[Any, Any], info: TensorInfo) -> np.ndarray[Any, A
     elif name == "F16":
         values = data.view(np.float16).astype(np.float32)
     else:
+        import gguf  # imported late: weights that are computed from blocks do not need it
+
         rows = data.reshape(-1, info.shape[-1] // block * size)
         with np.errstate(all="ignore"):  # values of a damaged scale are checked below
             values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(info.type_id))

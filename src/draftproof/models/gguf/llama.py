@@ -15,11 +15,11 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, RopeScaling, check_num_layers
 from draftproof.models.expected_tensors import check_shapes
-from draftproof.models.gguf.blocks import read_blocks
 from draftproof.models.gguf.file import TYPES, GGUFFile, TensorInfo, check_types, dequantize, end_token_ids
+from draftproof.models.gguf.weights import GGUFMapping, GGUFWeight, has_blocks
 from draftproof.models.registry import expected_tensors
 from draftproof.models.rope import qk_to_halves
-from draftproof.models.weight_formats import BlockWeight, FloatWeight, WeightTensor
+from draftproof.models.weight_formats import FloatWeight, WeightTensor
 
 T = TypeVar("T")
 
@@ -209,17 +209,19 @@ def gguf_tensors(
 def gguf_weights(
     file: GGUFFile, config: ModelConfig, dtype: torch.dtype, track: Callable[..., Iterable[Any]] | None = None
 ) -> dict[str, WeightTensor]:
-    """Return every weight of the model: matrices in the blocks of the file, other tensors in `dtype`."""
+    """Return every weight of the model: matrices left in the blocks of the file, other tensors in `dtype`."""
+
+    mapping = GGUFMapping(file)
 
     def convert(name: str, raw: np.ndarray[Any, Any], info: TensorInfo, is_interleaved: bool) -> WeightTensor:
-        found = read_blocks(raw, info)
-        weight: WeightTensor
-        if found is None:
-            weight = FloatWeight(torch.from_numpy(dequantize(raw, info)).to(dtype))
-        else:
-            weight = BlockWeight(torch.from_numpy(found.integers), torch.from_numpy(found.scales))
-        order = torch.arange(info.shape[0])
-        return weight.rows(qk_to_halves(name, order, config)) if is_interleaved else weight
+        if not has_blocks(info):
+            tensor = torch.from_numpy(dequantize(raw, info)).to(dtype)
+            return FloatWeight(qk_to_halves(name, tensor, config) if is_interleaved else tensor)
+        order = qk_to_halves(name, torch.arange(info.shape[0]), config) if is_interleaved else None
+        if order is not None and torch.equal(order, torch.arange(len(order))):
+            order = None
+        kind = TYPES[info.type_id][0]
+        return GGUFWeight(mapping.tensor(info), kind=kind, name=info.name, mapping=mapping, order=order)
 
     return _convert_all(file, config, convert, track)
 

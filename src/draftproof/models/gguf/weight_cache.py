@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import json
 import logging
 import os
@@ -17,26 +15,17 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import LoadError
-from draftproof.models.hub import cache_folder
+from draftproof.models.gguf.cache_files import TEMPORARY_PREFIX, cached_file, record_use, remove_unused
 from draftproof.models.safetensors_io import read_safetensors
 
-_VERSION = 1  # of the contents of an unpacked file; a new number leaves old files unused
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _LOG = logging.getLogger(__name__)
 
 
 def unpacked_path(source: Path, dtype: torch.dtype) -> Path:
     """Return the path of the unpacked `source`; another file, date or dtype gives another name."""
-    source = source.resolve()
-    status = source.stat()
-    state = _digest(f"{status.st_size}|{status.st_mtime_ns}|{_VERSION}")
     kind = str(dtype).removeprefix("torch.")
-    name = f"{source.stem}-{_digest(str(source))}-{kind}-{state}.safetensors"
-    return cache_folder() / "unpacked" / name
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return cached_file("unpacked", source, kind, ".safetensors")
 
 
 def read_unpacked(
@@ -54,6 +43,7 @@ def read_unpacked(
     if not is_complete or any(tensor.dtype != dtype for tensor in found.values()):
         _LOG.warning("unpacking again: %s does not hold this model", path)
         return None
+    record_use(path)
     return {name: found[name] for name in expected}
 
 
@@ -62,14 +52,12 @@ def write_unpacked(path: Path, tensors: Mapping[str, Tensor]) -> None:
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".unpacking-")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY_PREFIX)
         temporary = Path(name)
         with os.fdopen(handle, "wb") as file:
             _write_safetensors(file, tensors)
         os.replace(temporary, path)
-        for old in path.parent.glob(f"{glob.escape(path.stem.rpartition('-')[0])}-*"):
-            if old != path:  # the same file before it was changed
-                old.unlink(missing_ok=True)
+        remove_unused(path)
     except OSError as error:
         _LOG.warning("the unpacked model was not cached: %s", error)
         if temporary is not None:

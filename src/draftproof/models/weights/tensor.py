@@ -52,8 +52,8 @@ class WeightTensor(ABC):
         scales = [weight.scales for weight in weights if weight.scales is not None]
         return cls(torch.cat([weight.data for weight in weights]), torch.cat(scales) if scales else None)
 
-    def to(self, device: torch.device) -> Self:
-        """Return the weight on `device`, contiguous."""
+    def to(self, device: torch.device) -> WeightTensor:
+        """Return the weight on `device`, contiguous and decoded."""
         parts = (None if p is None else p.to(device).contiguous() for p in (self.scales, self.zeros))
         return type(self)(self.data.to(device).contiguous(), *parts)
 

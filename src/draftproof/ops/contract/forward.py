@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.types import Attention, AttentionShape, FusedLayers
+from draftproof.ops.contract.types import Attention, AttentionShape, FusedLayers, PackedState, QuantizedTable
 from draftproof.types import Rows
 
 
@@ -34,6 +34,8 @@ class ForwardOps(ABC):
     # Quantised weight formats that `pack_quantized` takes; a weight of another format is dequantised before.
     weight_formats: ClassVar[frozenset[str]] = frozenset()
     int4_format: ClassVar[str] = "blocks"  # format that the engine's option quantization="int4" makes
+    # Those that `embed` takes as a `QuantizedTable`; a table of another format is dequantised before.
+    table_formats: ClassVar[frozenset[str]] = frozenset()
 
     def pack_quantized(
         self,
@@ -46,12 +48,23 @@ class ForwardOps(ABC):
         """Pack a quantised weight of one of `weight_formats` for `linear`."""
         raise NotImplementedError(weight_format)
 
+    # Identity of the packed form of quantised weights on this machine; None: it cannot be stored.
+    packed_version: str | None = None
+
+    def packed_state(self, weight_format: str, data: Tensor, scales: Tensor) -> PackedState:
+        """Pack a quantised weight for a cache. Several threads may call this at once."""
+        raise NotImplementedError
+
+    def restore_packed(self, state: PackedState, bias: Tensor | None) -> Any:
+        """Return the packed weight of a state; the tensor of the state is used, not copied."""
+        raise NotImplementedError
+
     @abstractmethod
     def linear(self, x: Tensor, packed: Any, out_dtype: torch.dtype | None = None) -> Tensor:
         """Multiply x [R, K] by a packed weight: [R, N] in x's dtype or `out_dtype` (fp32 for logits)."""
 
     @abstractmethod
-    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, table: Tensor | QuantizedTable) -> Tensor:
         """Look up tokens [R] in table [V, D]: [R, D]."""
 
     def concat_columns(self, left: Tensor, right: Tensor) -> Tensor:
@@ -117,7 +130,7 @@ class ForwardOps(ABC):
     def embed_norm_concat(
         self,
         tokens: Tensor,  # [R]
-        table: Tensor,  # [V, D]
+        table: Tensor | QuantizedTable,  # [V, D]
         token_norm: Tensor,  # [D]
         residual: Tensor,  # [R, D]
         norm: Tensor,  # [D]

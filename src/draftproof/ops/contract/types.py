@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from draftproof.types import Rows, Windows
@@ -90,6 +91,24 @@ class Layer:
     residual_is_normed: bool = False  # the residual around the attention is the normed row
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedTable:
+    """Embedding table in a packed quantised weight; rows are dequantised on lookup."""
+
+    packed: Any  # [V, D]
+    shape: tuple[int, int]
+    dtype: torch.dtype  # of the rows
+
+
+@dataclass(frozen=True, slots=True)
+class PackedState:
+    """Packed weight as a tensor and values that JSON can store, for a cache on disk."""
+
+    weight: Tensor  # parts of a weight that were packed alike are concatenated along the first dimension
+    columns: int
+    values: dict[str, Any]
+
+
 class FusedLayers(Protocol):
     """Kernel of a backend that runs all layers of a pass in one launch."""
 
@@ -102,7 +121,7 @@ class FusedLayers(Protocol):
         caches: Sequence[Tensor],  # one per layer
         eps: float,
         taps: Sequence[int],  # layers whose residual is returned
-        embedding: Tensor | None,  # [V, hidden], for a first layer with `token_norm`
+        embedding: Tensor | QuantizedTable | None,  # [V, hidden], for a first layer with `token_norm`
     ) -> tuple[Tensor, ...] | None:
         """Return the residual after the last layer, then after each layer of `taps`, [R, hidden] each.
 

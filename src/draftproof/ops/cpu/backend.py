@@ -23,6 +23,7 @@ try:
     from draftproof.ops.cpu.forward import CpuForward
     from draftproof.ops.cpu.gemm.formats import CpuFeatures
     from draftproof.ops.cpu.jit import amx as amx_tiles
+    from draftproof.ops.cpu.jit.resident_memory import release_start_up_memory
     from draftproof.ops.cpu.sampling.ops import CpuSampling
     from draftproof.ops.cpu.step import CpuStep
 except ModuleNotFoundError as error:
@@ -76,6 +77,7 @@ class CpuOps(Ops):
             amx=has_amx,
             amx_int8=has_amx and amx_tiles.takes_bytes(),
         )
+        release_start_up_memory()
         self.executor = Executor(torch.get_num_threads() if threads is None else threads)
         self.runtime = CpuRuntime(device, self.executor)
         self.forward = CpuForward(self.executor, self.features)

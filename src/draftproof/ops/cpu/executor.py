@@ -11,6 +11,7 @@ from torch import Tensor
 from draftproof.ops.contract.runtime import Forward
 from draftproof.ops.cpu.jit.compile import Kernel
 from draftproof.ops.cpu.jit.program import Argument, Program, Recorder, as_word
+from draftproof.ops.cpu.jit.resident_memory import release_start_up_memory
 from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team, aligned_bytes
 from draftproof.types import Rows
 
@@ -76,6 +77,7 @@ class Captured:
             results = self._forward(Rows(tokens, positions, slots, kv_index, page_table), *self._inputs)
         finally:
             self._run.recorder = None
+        release_start_up_memory()  # recording has compiled or read nearly all kernels
         return recorder.finish(results)
 
     def __call__(self, rows: Rows, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import Attention, AttentionShape
+from draftproof.ops.contract.types import Attention, AttentionShape, PackedState, QuantizedTable
 from draftproof.ops.cpu import elementwise
 from draftproof.ops.cpu.argument_checks import check_cache, check_ints, check_rows, check_tensor, is_bf16
 from draftproof.ops.cpu.attention import driver
@@ -22,6 +23,7 @@ from draftproof.ops.cpu.gemm.formats import (
     PackedLinear,
     pack,
     pack_quantized,
+    packed_version,
     select_gemm,
 )
 from draftproof.ops.cpu.jit.huge_pages import WeightMemory
@@ -35,10 +37,14 @@ class CpuForward(ForwardOps):
     """Forward ops; every kernel gives a row the same bits whatever the other rows and the thread count."""
 
     weight_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_FORMATS)
+    table_formats: ClassVar[frozenset[str]] = frozenset(
+        name for name, form in QUANTIZED_FORMATS.items() if form.embed is not None
+    )
 
     def __init__(self, run: Executor, features: CpuFeatures) -> None:
         self._run, self._features = run, features
         self._memory = WeightMemory()
+        self.packed_version = packed_version(features)
         self._workspace = torch.zeros(WORKSPACE_BYTES // 4, dtype=torch.float32)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
@@ -90,8 +96,29 @@ class CpuForward(ForwardOps):
         self._run.call(kernel, len(x), [quantized, scales], [x], [packed.depth], small=small)
         return [quantized, scales]
 
-    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
-        tokens, table = check_ints("tokens", tokens), check_tensor("table", table, 2)
+    def packed_state(self, weight_format: str, data: Tensor, scales: Tensor) -> PackedState:
+        packed = pack_quantized(weight_format, data, scales, None, None, hold=lambda tensor: tensor)
+        layout = {} if packed.layout is None else asdict(packed.layout)
+        values = {"format": packed.format, "depth": packed.depth, "layout": layout}
+        return PackedState(packed.weight, packed.columns, values)
+
+    def restore_packed(self, state: PackedState, bias: Tensor | None) -> PackedLinear:
+        name, bias = state.values["format"], None if bias is None else bias.float()
+        layout = QUANTIZED_FORMATS[name].layout(**state.values["layout"])
+        return PackedLinear(
+            name, state.weight, bias, state.columns, state.values["depth"], None, layout=layout
+        )
+
+    def embed(self, tokens: Tensor, table: Tensor | QuantizedTable) -> Tensor:
+        tokens = check_ints("tokens", tokens)
+        if isinstance(table, QuantizedTable):
+            packed, out = table.packed, self._run.new((tokens.shape[0], table.shape[1]), table.dtype)
+            make = QUANTIZED_FORMATS[packed.format].embed
+            assert make is not None
+            sizes = (packed.weight, packed.columns, packed.depth)
+            self._run.call(make(packed, table.dtype), tokens.shape[0], [out], [tokens], sizes, small=True)
+            return out
+        table = check_tensor("table", table, 2)
         vocab, width = table.shape
         out = self._run.new((tokens.shape[0], width), table.dtype)
         sizes = (table, width * table.element_size(), vocab)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import Attention, AttentionShape
+from draftproof.ops.contract.types import Attention, AttentionShape, QuantizedTable
 from draftproof.ops.reference import quantized
 from draftproof.ops.reference.kv import load_kv, store_kv
 from draftproof.ops.reference.quantized import QuantizedLinear
@@ -21,6 +21,7 @@ class ReferenceForward(ForwardOps):
     """Forward ops as loops over rows."""
 
     weight_formats: ClassVar[frozenset[str]] = frozenset(quantized.ROW_PRODUCTS)
+    table_formats: ClassVar[frozenset[str]] = frozenset({"blocks"})
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         return weight.double(), None if bias is None else bias.double()
@@ -34,6 +35,8 @@ class ReferenceForward(ForwardOps):
         zeros: Tensor | None = None,
     ) -> QuantizedLinear:
         assert scales is not None
+        if weight_format == "blocks":
+            scales = quantized.plain_scales(scales)
         return QuantizedLinear(weight_format, data, scales, None if bias is None else bias.float(), zeros)
 
     def linear(
@@ -48,7 +51,9 @@ class ReferenceForward(ForwardOps):
             rows.append(y if bias is None else y + bias)
         return _stack(rows, (len(x), len(weight)), out_dtype or x.dtype)
 
-    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, table: Tensor | QuantizedTable) -> Tensor:
+        if isinstance(table, QuantizedTable):
+            return quantized.embed(tokens, table.packed, table.dtype)
         return _stack([table[int(t)] for t in tokens], (len(tokens), table.shape[1]), table.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -26,6 +26,20 @@ class QuantizedLinear:
     zeros: Tensor | None = None  # [N, K / group], of 4-bit integers
 
 
+def plain_scales(scales: Tensor) -> Tensor:
+    """Return the scales of blocks [N, groups, 1 or 2] in fp32 with a minimum for each group."""
+    return torch.nn.functional.pad(scales.float(), (0, 2 - scales.shape[2]))
+
+
+def embed(tokens: Tensor, packed: QuantizedLinear, dtype: torch.dtype) -> Tensor:
+    """Look up rows [R] of a weight in blocks: scale times integer plus minimum in fp32, rounded once."""
+    data, scales = packed.data[tokens], packed.scales[tokens]
+    scale, minimum = (
+        part.repeat_interleave(data.shape[1] // scales.shape[1], 1) for part in scales.unbind(2)
+    )
+    return (scale * data + minimum).to(dtype)
+
+
 def linear(x: Tensor, packed: QuantizedLinear, out_dtype: torch.dtype) -> Tensor:
     """Multiply x [R, K] by a quantised weight: [R, N]."""
     rows = [ROW_PRODUCTS[packed.format](row, packed) for row in x]

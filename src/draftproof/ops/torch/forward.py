@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import Attention, AttentionShape
+from draftproof.ops.contract.types import Attention, AttentionShape, QuantizedTable
+from draftproof.ops.reference import quantized as reference
 from draftproof.ops.reference.quantized import QuantizedLinear
 from draftproof.ops.torch import quantized
 from draftproof.ops.torch.kv import load_kv, store_kv
@@ -31,6 +32,7 @@ class TorchForward(ForwardOps):
     """Forward ops on torch tensors of any device."""
 
     weight_formats: ClassVar[frozenset[str]] = frozenset(quantized.PRODUCTS)
+    table_formats: ClassVar[frozenset[str]] = frozenset({"blocks"})
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         return weight.contiguous(), None if bias is None else bias.float()
@@ -44,6 +46,8 @@ class TorchForward(ForwardOps):
         zeros: Tensor | None = None,
     ) -> QuantizedLinear:
         assert scales is not None
+        if weight_format == "blocks":
+            scales = reference.plain_scales(scales)
         return QuantizedLinear(weight_format, data, scales, None if bias is None else bias.float(), zeros)
 
     def linear(
@@ -64,7 +68,9 @@ class TorchForward(ForwardOps):
             out[start : start + BLOCK_ROWS] = y if bias is None else (y.float() + bias)
         return out
 
-    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, table: Tensor | QuantizedTable) -> Tensor:
+        if isinstance(table, QuantizedTable):
+            return reference.embed(tokens, table.packed, table.dtype)
         return table[tokens]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

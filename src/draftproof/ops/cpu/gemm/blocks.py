@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.cpu.gemm.block_dot import BLOCK, BlockLayout, strip_blocks
+from draftproof.ops.cpu.gemm.block_rows import embed_blocks
 from draftproof.ops.cpu.gemm.byte_dot import TILE_ROWS, UNIT_COLUMNS, Dot, select_dot, tile_index
 from draftproof.ops.cpu.gemm.fma import ROW_CHUNK, finish, unit_rows
 from draftproof.ops.cpu.gemm.weight_format import PackedWeight, QuantizedFormat
@@ -25,13 +26,13 @@ _ZERO = np.float32(0.0)
 
 
 def pack_blocks(data: Tensor, scales: Tensor) -> PackedWeight:
-    """Pack int8 [N, K] with scales [N, K / group, 2] fp32 (scale, minimum) into strips of columns."""
+    """Pack integers [N, K] with scales [N, K / group, 1 or 2] (scale, minimum) into strips of columns."""
     (columns, depth), groups, width = data.shape, scales.shape[1], select_dot().width
     layout = BlockLayout(
-        is_4bit=bool(data.min() >= 0) and bool(data.max() < 16),
+        is_4bit=data.dtype == torch.uint8,
         group=depth // groups,
-        has_min=bool(scales[..., 1].any()),
-        is_fp16=torch.equal(scales.half().float(), scales),
+        has_min=scales.shape[2] == 2,
+        is_fp16=scales.dtype == torch.float16,
         columns=width,
     )
     padded, blocks = -(-columns // UNIT_COLUMNS) * UNIT_COLUMNS, depth // BLOCK
@@ -42,11 +43,10 @@ def pack_blocks(data: Tensor, scales: Tensor) -> PackedWeight:
     if layout.is_4bit:
         low, high = integers.chunk(2, 2)
         integers = low | (high << 4)
-    kept = scales if layout.has_min else scales[..., :1]
-    factors = torch.zeros(padded, *kept.shape[1:], dtype=torch.float16 if layout.is_fp16 else kept.dtype)
-    factors[:columns] = kept
+    factors = torch.zeros(padded, *scales.shape[1:], dtype=scales.dtype)
+    factors[:columns] = scales
     # [strips, blocks, scale or minimum, groups of a block, columns]
-    factors = factors.view(-1, width, blocks, layout.num_groups, kept.shape[2]).permute(0, 2, 4, 3, 1)
+    factors = factors.view(-1, width, blocks, layout.num_groups, scales.shape[2]).permute(0, 2, 4, 3, 1)
     parts = [factors.contiguous().view(torch.uint8).flatten(2), integers.flatten(2)]
     return PackedWeight(torch.cat(parts, 2).contiguous(), depth, layout=layout)
 
@@ -124,4 +124,6 @@ FORMAT = QuantizedFormat(
     row_bytes=lambda packed: packed.depth,
     row_floats=lambda packed: packed.depth // BLOCK * packed.layout.row_floats,
     kernel=lambda packed, out_bf16: make_linear(packed.layout, out_bf16, select_dot()),
+    layout=BlockLayout,
+    embed=lambda packed, dtype: embed_blocks(packed.layout, dtype == torch.bfloat16),
 )

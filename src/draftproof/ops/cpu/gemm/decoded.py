@@ -208,7 +208,7 @@ Pack = Callable[[Tensor, Tensor, Tensor | None], PackedWeight]
 
 def _format(name: str, pack: Pack) -> QuantizedFormat:
     return QuantizedFormat(
-        pack=pack,
+        pack=lambda data, scales, zeros: pack(data, scales.float(), zeros),
         quantize_rows=lambda packed, dtype: quantize_rows(name, dtype == torch.bfloat16),
         row_bytes=lambda packed: 4 * packed.depth,
         row_floats=lambda packed: -(-packed.depth // DEPTH_BLOCK) if name == "fp8_block" else 1,

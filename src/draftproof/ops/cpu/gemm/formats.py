@@ -6,8 +6,11 @@ A format packs a weight and provides the kernels that multiply by it. To add a f
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
+from llvmlite import binding
 from torch import Tensor
 
 from draftproof.ops.cpu.gemm import amx, blocks, decoded, fma, int8, w8a8
@@ -51,9 +54,17 @@ def pack_quantized(
 ) -> PackedLinear:
     """Pack a quantised weight."""
     bias = None if bias is None else bias.detach().float().clone().contiguous()
-    made = QUANTIZED_FORMATS[name].pack(data, scales.float(), zeros)
+    made = QUANTIZED_FORMATS[name].pack(data, scales, zeros)
     sizes = len(data), made.depth
     return PackedLinear(name, hold(made.weight), bias, *sizes, None, made.extra, made.layout)
+
+
+def packed_version(features: CpuFeatures) -> str:
+    """Return the identity of packed weights: the sources of the packing code, and this machine."""
+    digest = hashlib.sha256(repr((features, binding.get_host_cpu_name())).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def select_gemm(packed: PackedLinear, rows: int, out_bf16: bool) -> Kernel:

@@ -104,9 +104,9 @@ def make_linear(out_bf16: bool, dot: Dot) -> Kernel:
 
 
 def pack(data: Tensor, scales: Tensor) -> PackedWeight:
-    """Pack int8 [N, K] with scales [N] fp32."""
+    """Pack int8 [N, K] with scales [N]."""
     strips = pack_strips(data, select_dot().width)
-    return PackedWeight(strips, data.shape[1], (scales.clone().contiguous(),))
+    return PackedWeight(strips, data.shape[1], (scales.float().clone().contiguous(),))
 
 
 QUANTIZE_ROWS = [_quantize_rows(False), _quantize_rows(True)]  # by the dtype of x: [fp32, bf16]

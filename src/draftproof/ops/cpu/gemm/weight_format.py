@@ -57,7 +57,10 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedFormat:
-    """Packing of a weight that is multiplied by quantised rows, and the kernels for that."""
+    """Packing of a weight that is multiplied by quantised rows, and the kernels for that.
+
+    The form of packed data depends on the dtypes and shapes of the stored tensors, never on their values.
+    """
 
     # stored data, scales, zero points -> packed
     pack: Callable[[Tensor, Tensor, Tensor | None], PackedWeight]
@@ -65,3 +68,5 @@ class QuantizedFormat:
     row_bytes: Callable[[PackedLinear], int]  # bytes of a quantised row
     row_floats: Callable[[PackedLinear], int]  # scales of a quantised row
     kernel: Callable[[PackedLinear, bool], Kernel]  # for bf16 or fp32 output
+    layout: Callable[..., Any] = dict  # builds the layout from its values by name
+    embed: Callable[[PackedLinear, torch.dtype], Kernel] | None = None  # looks up rows in this dtype
