@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import heads
+import kv_checks
 import tiny
 from draftproof import SamplingParams
 from draftproof.engine.slots import Slots
+from draftproof.ops import Attention, AttentionShape, Rows, resolve
 from exact import Batch, Case, Setup
 from exact_matrix import GRAMMAR_MATRIX, MATRIX, check, named
 
@@ -47,6 +50,40 @@ def test_gemm_that_depends_on_the_row_count_is_detected(arch: str, monkeypatch: 
     linear = TritonForward.linear
     monkeypatch.setattr(TritonForward, "linear", lambda *a: linear(*a) * (1 + 1e-6 * (len(a[1]) % 3)))
     assert Batch(cases, setup, spec).differences(fresh=True)
+
+
+class OnDevice:
+    """Forward ops of a device, called with tensors of the host."""
+
+    def __init__(self, backend: str, device: str) -> None:
+        self.ops, self.device = resolve(backend, torch.device(device)), device
+        self.forward = self
+
+    def _moved(self, rows: Rows) -> Rows:
+        columns = rows.tokens, rows.positions, rows.slots, rows.kv_index, rows.page_table
+        return Rows(*(column.to(self.device) for column in columns))
+
+    def rope_store(
+        self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
+    ) -> Tensor:
+        stored, table = cache.to(self.device), rope.to(self.device)
+        op = self.ops.forward.rope_store
+        q = op(qkv.to(self.device), self._moved(rows), attention, table, stored, eps)
+        cache.view(torch.uint8).copy_(stored.view(torch.uint8))
+        return q.cpu()
+
+    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
+        op = self.ops.forward.attention
+        return op(q.to(self.device), self._moved(rows), heads, cache.to(self.device)).cpu()
+
+
+@pytest.mark.parametrize("kv_dtype", kv_checks.KV_DTYPES, ids=str)
+@pytest.mark.parametrize("heads", kv_checks.HEADS.values(), ids=kv_checks.HEADS)
+def test_quantised_kv_equals_the_reference(kv_dtype: torch.dtype, heads: AttentionShape) -> None:
+    ops: Any = OnDevice("triton", "cuda")
+    kv_checks.check_stored_bytes(ops, kv_dtype, torch.bfloat16, heads)
+    kv_checks.check_attention(ops, kv_dtype, torch.bfloat16, heads)
+    kv_checks.check_rows_are_independent(ops, kv_dtype, torch.bfloat16, heads, length=199)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
