@@ -130,9 +130,14 @@ def floor(bench: Bench) -> dict[str, Any]:
     """
     llm = bench.llm()
     model, ops = llm.engine.runner.model, llm.engine.ops
-    layers = [layer for block in model.layers for layer in (block.qkv, block.out, block.gate_up, block.down)]
-    weights = [packed.weight for packed in (*layers, model.lm_head)]
-    size = sum(w.numel() * w.element_size() for w in weights)
+    attention, mlp = ([getattr(layer, name) for layer in model.layers] for name in ("attention", "mlp"))
+    packed = [p for one in attention for p in (one.qkv, one.out)] + [
+        p for one in mlp for p in (one.gate_up, one.down)
+    ]
+    packed.append(model.lm_head)
+    weights = [p.weight for p in packed]
+    parts = (part for p in packed for part in (p.weight, p.scales, p.zeros))
+    size = sum(part.nbytes for part in parts if part is not None)
     held = max((*weights, *llm.engine.runner.caches), key=lambda t: t.numel() * t.element_size())
     large = held.view(-1).view(torch.int64)[: READ >> 3]
     seconds = min(ops.runtime.seconds(reader, 10) for reader in (large.max, large.view(torch.float32).amax))
