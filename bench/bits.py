@@ -98,8 +98,14 @@ def digest(result: RequestOutput) -> dict[str, Any]:
 
 def run_engine(case: EngineCase) -> tuple[dict[str, dict[str, Any]], str]:
     """Build one engine and serve its requests; return the records and a line of draft counts."""
-    defaults = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 96, "seed": 1}
+    defaults: dict[str, Any] = {
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
+        "seed": 1,
+    }
     defaults["warm_up"] = case.options["device"] == "cuda"
+    defaults["quantization"] = "none"  # recorded bits of the default model are those of its bf16 form
     llm = LLM(case.model, **{**defaults, **case.options})
     prompts = [case.prompts[i % len(case.prompts)] for i in range(len(case.requests))]
     params = [

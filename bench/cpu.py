@@ -42,7 +42,9 @@ class Ours:
     """Engine for all sides: plain and speculative requests differ by one option."""
 
     def __init__(self, model: str) -> None:
-        self.llm = LLM(model, dtype="bfloat16", speculative_config=SPECULATION, max_num_seqs=8)
+        self.llm = LLM(
+            model, dtype="bfloat16", quantization="none", speculative_config=SPECULATION, max_num_seqs=8
+        )
 
     def prompt(self, text: str, chat: bool) -> list[int]:
         """Return the tokens of a prompt."""

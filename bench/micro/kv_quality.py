@@ -50,7 +50,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20000)
     parser.add_argument("--context", type=int, default=1024)
     options = parser.parse_args()
-    llm = LLM(options.model, dtype="bfloat16", device="cpu", max_model_len=options.context, warm_up=False)
+    llm = LLM(
+        options.model,
+        dtype="bfloat16",
+        quantization="none",
+        device="cpu",
+        max_model_len=options.context,
+        warm_up=False,
+    )
     parts = llm.engine
     lines = [json.loads(line) for line in options.text.read_text().splitlines()]
     text = "\n\n".join(part for line in lines for part in texts_of(line))
