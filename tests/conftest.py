@@ -42,7 +42,8 @@ SLOW_FILES = frozenset(LONGEST_FILES) | {
     *("draft_model", "exact_controls", "faults", "gguf_blocks", "grammar", "grammar_budget", "grammar_masks"),
     *("grammar_schemas", "graph_memory", "heads", "hybrid", "plan", "proposer_failures", "remote_engine"),
     *("serve_hardening", "serve_mixed", "serve_reasoning", "serve_responses", "serve_schema", "serve_tools"),
-    *("serve_tool_formats", "soak", "structural_tag", "thinking_budget", "tool_grammar"),
+    *("serve_tool_formats", "soak", "structural_tag", "thinking_budget", "tool_grammar", "kv_formats"),
+    *("packed_store", "quantize", "quantized_checkpoints"),
 }
 # Fixtures and files that need the default model, which is downloaded.
 NETWORK_FIXTURES = frozenset({"smollm2", "smollm2_path"})
