@@ -1,0 +1,1 @@
+"""HTTP client of OpenAI-compatible endpoints: requests, answers, discovery."""

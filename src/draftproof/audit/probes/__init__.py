@@ -1,0 +1,1 @@
+"""Tests of an endpoint, one file each."""

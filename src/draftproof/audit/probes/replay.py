@@ -1,0 +1,105 @@
+"""Tests with seeds: the same request again, beside neighbours, and without speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from draftproof.audit.client.answer import Answer
+from draftproof.audit.client.endpoint import Call
+from draftproof.audit.probes.result import Context, Finding, Result, Status, call_of, not_testable
+from draftproof.audit.prompts import NEIGHBOURS, sampling_prompt
+
+AGAIN = "the same seed gives the same output again"
+BESIDE = "the same seed gives the same output beside neighbours"
+SWITCHED = "the same seed gives the same output without speculation"
+FIRST_SEED = 7000
+
+
+def run(context: Context) -> list[Result]:
+    """Replay seeded requests."""
+    if not context.dialect.has_seed:
+        return [
+            not_testable("replay", AGAIN, "no seed"),
+            not_testable("neighbours", BESIDE, "no seed"),
+            not_testable("switch", SWITCHED, "no seed"),
+        ]
+    first = context.send(_calls(context, "alone"), width=1)
+    context.on_progress("replay", 0.25)
+    again = context.send(_calls(context, "again"), width=1)
+    results = [compared("replay", AGAIN, first, again)]
+    context.on_progress("replay", 0.5)
+    results.append(_beside(context, first))
+    context.on_progress("replay", 0.75)
+    plain = context.plain_body or known_switch(first)
+    if plain is None:
+        reason = "no switch known: give its fields with --without"
+        results.append(not_testable("switch", SWITCHED, reason))
+    else:
+        other = context.send(_calls(context, "switched off", **plain), width=1)
+        results.append(compared("switch", SWITCHED, first, other))
+    return results
+
+
+def known_switch(answers: list[Answer]) -> Mapping[str, Any] | None:
+    """Return the fields that switch speculation off, where the form of an answer shows them."""
+    return next((answer.switch for answer in answers if answer.switch is not None), None)
+
+
+def _calls(context: Context, name: str, **options: Any) -> list[Call]:
+    """Return the replayed requests: copies, where drafts are accepted, and free text."""
+    plan = context.plan
+    return [
+        context.call(
+            f"replay {name} {i}",
+            sampling_prompt(i + 1),
+            plan.replayed_tokens,
+            **{"seed": FIRST_SEED + i, **options},
+        )
+        for i in range(plan.replayed_prompts)
+    ]
+
+
+def _beside(context: Context, first: list[Answer]) -> Result:
+    """Replay the requests in the middle of many neighbours."""
+    plan = context.plan
+    neighbours = [
+        context.call(
+            f"neighbour {i}", NEIGHBOURS[i % len(NEIGHBOURS)], plan.neighbour_tokens, seed=FIRST_SEED + 100 + i
+        )
+        for i in range(plan.neighbours)
+    ]
+    middle = len(neighbours) // 2
+    calls = [*neighbours[:middle], *_calls(context, "beside"), *neighbours[middle:]]
+    answers = context.send(calls, width=len(calls))
+    beside = answers[middle : middle + len(first)]
+    result = compared("neighbours", BESIDE, first, beside)
+    result.detail += f", {plan.neighbours} neighbours"
+    return result
+
+
+def compared(test: str, title: str, first: list[Answer], second: list[Answer]) -> Result:
+    """Compare answers pair by pair."""
+    findings, pairs, tokens = [], 0, 0
+    for a, b in zip(first, second, strict=True):
+        if not (a.is_ok and b.is_ok):
+            continue
+        pairs += 1
+        tokens += b.token_count
+        if not a.same_bits(b):
+            what = "only logprobs differ" if a.same_tokens(b) else difference(a, b)
+            findings.append(Finding(f"{a.label} and {b.label}: {what}", [call_of(a), call_of(b)]))
+    if not pairs:
+        errors = [answer.error for answer in (*first, *second) if answer.error]
+        return not_testable(test, title, errors[0] if errors else "no answers")
+    status = Status.DIFFERS if findings else Status.EXACT
+    detail = f"{pairs - len(findings)} of {pairs} outputs are equal"
+    return Result(test, title, status, detail, tokens=tokens, findings=findings)
+
+
+def difference(a: Answer, b: Answer) -> str:
+    """Return where two outputs part."""
+    for number, (x, y) in enumerate(zip(a.tokens(), b.tokens(), strict=False)):
+        if x != y:
+            return f"token {number} is {x!r} and {y!r}"
+    return f"the outputs have {len(a.positions)} and {len(b.positions)} tokens"

@@ -1,0 +1,1 @@
+"""Reports of an audit: text, Markdown, HTML and JSON."""

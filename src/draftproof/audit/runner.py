@@ -1,0 +1,158 @@
+"""The audit of one endpoint: all tests in order, stopped early without losing what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from draftproof import __version__
+from draftproof.audit.client.discovery import Dialect, discover
+from draftproof.audit.client.endpoint import Endpoint, EndpointDownError
+from draftproof.audit.client.exchange import ExchangeFile
+from draftproof.audit.probes import (
+    against as against_probe,
+    bookkeeping,
+    greedy,
+    options,
+    processors,
+    replay,
+    rescoring,
+    sampling,
+)
+from draftproof.audit.probes.result import Context, Plan, Result
+from draftproof.audit.report.verdict import Report
+from draftproof.errors import DraftproofError, RequestError, nearest
+
+Probe = Callable[[Context], list[Result]]
+
+STAGES: Mapping[str, tuple[Probe, ...]] = {
+    "greedy": (greedy.run,),
+    "replay": (replay.run,),
+    "rescoring": (rescoring.run,),
+    "options": (options.run, processors.run),
+    "against": (against_probe.run,),
+    "sampling": (sampling.run,),
+}
+SUITES = {
+    "quick": Plan(),
+    "full": Plan(
+        sampling_tokens=120_000,
+        answer_tokens=384,
+        greedy_prompts=12,
+        greedy_tokens=128,
+        rescored_answers=12,
+        rescored_tokens=200,
+        replayed_prompts=8,
+        replayed_tokens=128,
+        neighbour_tokens=32,
+        option_tokens=48,
+    ),
+}
+FIXED_TOKENS = {"quick": 8_000, "full": 40_000}  # of all tests but sampling, about
+SMALLEST_SAMPLING_TOKENS = 2_000
+
+
+def plan_for(suite: str, budget_tokens: int | None) -> Plan:
+    """Return the sizes of a suite, with the sampling test cut or extended to the budget."""
+    if suite not in SUITES:
+        raise RequestError(f"unknown suite {suite!r}: {nearest(suite, SUITES, 'quick or full')}")
+    if budget_tokens is None:
+        return SUITES[suite]
+    left = budget_tokens - FIXED_TOKENS[suite]
+    if left < SMALLEST_SAMPLING_TOKENS:
+        smallest = FIXED_TOKENS[suite] + SMALLEST_SAMPLING_TOKENS
+        raise RequestError(f"a budget of {budget_tokens} tokens is too small: {suite} needs {smallest}")
+    return replace(SUITES[suite], sampling_tokens=left)
+
+
+def audit(
+    url: str,
+    *,
+    against: str | None = None,
+    model: str | None = None,
+    api: str = "auto",
+    key: str | None = None,
+    suite: str = "quick",
+    budget_tokens: int | None = None,
+    only: Collection[str] | None = None,
+    body: Mapping[str, Any] | None = None,
+    without: Mapping[str, Any] | None = None,
+    concurrency: int = 4,
+    neighbours: int = 64,
+    requests_per_second: float | None = None,
+    timeout_seconds: float = 120.0,
+    resume: Path | None = None,
+    plan: Plan | None = None,
+    transport: httpx.BaseTransport | None = None,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> Report:
+    """Audit an OpenAI-compatible endpoint.
+
+    `only` names stages to run. `body` is added to every request. `without` holds the fields that switch
+    speculation off. `resume` is a file that keeps answers, so that a stopped audit continues.
+    """
+    unknown = [name for name in only or () if name not in STAGES]
+    if unknown:
+        raise RequestError(f"unknown stage {unknown[0]!r}: {nearest(unknown[0], STAGES, ', '.join(STAGES))}")
+    plan = plan or replace(plan_for(suite, budget_tokens), neighbours=neighbours)
+    stored = ExchangeFile(resume) if resume else None
+    limits: dict[str, Any] = {
+        "key": key,
+        "concurrency": concurrency,
+        "requests_per_second": requests_per_second,
+        "timeout_seconds": timeout_seconds,
+        "stored": stored,
+    }
+    endpoint = Endpoint(url, transport=transport, **limits)
+    other = Endpoint(against, **limits) if against else None
+    started = time.monotonic()
+    report = Report(endpoint.url, suite=suite, version=__version__)
+    report.started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    context: Context | None = None
+    try:
+        dialect = discover(endpoint, model, api, body or {})
+        report.model, report.missing = dialect.model, dialect.missing
+        context = Context(endpoint, dialect, plan, plain_body=without)
+        if other is not None:
+            context.other, context.other_dialect = other, _other_dialect(other, dialect)
+        if on_progress is not None:
+            context.on_progress = on_progress
+        for name, probes in STAGES.items():
+            if only is None or name in only:
+                context.on_progress(name, 0.0)
+                for probe in probes:
+                    report.results.extend(probe(context))
+    except (EndpointDownError, DraftproofError) as error:
+        report.stop_reason = str(error)
+    finally:
+        endpoint.close()
+        if other is not None:
+            other.close()
+        if stored is not None:
+            stored.close()
+    if context is not None:
+        report.results.extend(bookkeeping.run(context))
+        _add_drafts(report, context)
+    report.seconds = time.monotonic() - started
+    report.generated_tokens, report.prompt_tokens = endpoint.generated_tokens, endpoint.prompt_tokens
+    report.requests = endpoint.requests
+    return report
+
+
+def _other_dialect(other: Endpoint, dialect: Dialect) -> Dialect:
+    """Return the dialect of the second endpoint, on the same route."""
+    return discover(other, None, "chat" if dialect.is_chat else "completions", dialect.extra)
+
+
+def _add_drafts(report: Report, context: Context) -> None:
+    """Add the drafts that the endpoint reports."""
+    counted = [answer for answer in context.answers if answer.draft_tokens is not None]
+    if counted:
+        report.draft_tokens = sum(answer.draft_tokens or 0 for answer in counted)
+        report.accepted_tokens = sum(answer.accepted_tokens or 0 for answer in counted)

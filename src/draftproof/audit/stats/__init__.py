@@ -1,0 +1,1 @@
+"""Sequential tests with e-values. Numpy alone, no HTTP."""

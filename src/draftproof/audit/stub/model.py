@@ -1,0 +1,65 @@
+"""A language model whose next token depends on the last token alone."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+END_ID = 0
+SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
+
+
+@dataclass
+class Row:
+    """Distribution after one token."""
+
+    logprobs: list[float]  # [V]
+    order: list[int]  # [V] ids, most likely first
+    sums: list[float]  # [V] cumulative probabilities in the order of ids
+
+    def sample(self, noise: float) -> int:
+        """Return the id at a number in [0, 1) of the cumulative distribution."""
+        return min(bisect_right(self.sums, noise * self.sums[-1]), len(self.sums) - 1)
+
+
+def make_row(logits: list[float]) -> Row:
+    """Return the distribution of logits."""
+    largest = max(logits)
+    total = math.log(sum(math.exp(x - largest) for x in logits)) + largest
+    logprobs = [x - total for x in logits]
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    return Row(logprobs, order, list(accumulate(math.exp(x) for x in logprobs)))
+
+
+class StubModel:
+    """Bigram model with random logits. Sharp and flat rows alternate at random."""
+
+    def __init__(self, seed: int, vocab: int = 60, sharpness: float = 1.0, decimals: int | None = None) -> None:
+        rng = np.random.default_rng(seed)
+        self.words = ["<|end|>", *(f" {SYLLABLES[i % 60]}{'' if i < 60 else i // 60}" for i in range(vocab - 1))]
+        self._ids = {word: i for i, word in enumerate(self.words)}
+        scales = sharpness * rng.choice([1.5, 3.0, 8.0], size=(vocab, 1), p=[0.2, 0.4, 0.4])
+        logits = rng.normal(size=(vocab, vocab)) * scales
+        logits[:, END_ID] = logits.max(axis=1) - 6
+        if decimals is not None:
+            logits = logits.round(decimals)
+        self.rows = [make_row(row) for row in logits.tolist()]
+        wide = logits + 0.3 * rng.normal(size=logits.shape)
+        self.wide_rows = [make_row(row) for row in wide.tolist()]
+
+    @property
+    def vocab(self) -> int:
+        """Return the number of tokens."""
+        return len(self.words)
+
+    def encode(self, text: str) -> list[int]:
+        """Return token ids; unknown words are hashed to one."""
+        return [
+            self._ids.get(f" {word}", 1 + zlib.crc32(word.encode()) % (self.vocab - 1))
+            for word in text.split()
+        ] or [1]
