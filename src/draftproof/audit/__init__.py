@@ -1,4 +1,4 @@
-"""Black-box audit of OpenAI-compatible endpoints: is the speculation lossless?
+"""Black-box audit of OpenAI-compatible endpoints for lossless speculation.
 
 The package imports nothing of the engine. `audit(url)` returns a report.
 """

@@ -17,6 +17,8 @@ from draftproof.audit.client.endpoint import Endpoint, EndpointDownError
 from draftproof.audit.client.exchange import ExchangeFile
 from draftproof.audit.probes import (
     against as against_probe,
+)
+from draftproof.audit.probes import (
     bookkeeping,
     greedy,
     options,

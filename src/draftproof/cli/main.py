@@ -12,6 +12,7 @@ from rich.text import Text
 
 from draftproof import __version__
 from draftproof.cli import completion, generate, model_info, quantize, run, serve, simulate, train
+from draftproof.cli.audit import command as audit
 from draftproof.cli.chat import command as chat
 from draftproof.errors import DraftproofError, nearest
 
@@ -23,6 +24,7 @@ COMMANDS = {
     "train": (train, "train a draft head for a model"),
     "simulate": (simulate, "estimate the gain of a proposer on recorded outputs"),
     "quantize": (quantize, "write a quantised copy of a model"),
+    "audit": (audit, "test whether the speculation of an endpoint is lossless"),
     "info": (model_info, "describe a model without loading its weights"),
     "completion": (completion, "print a script that completes these commands in a shell"),
 }

@@ -77,9 +77,7 @@ def _new_position(entry: Any, answer: Answer) -> Position | None:
         return None
     listed = entry.get("top_logprobs") or []
     items = [item for item in listed if isinstance(item, Mapping) and "logprob" in item]
-    pairs = [
-        (str(item.get("token")), _number(item["logprob"], answer), item.get("id")) for item in items
-    ]
+    pairs = [(str(item.get("token")), _number(item["logprob"], answer), item.get("id")) for item in items]
     pairs.sort(key=lambda pair: -pair[1])
     return Position(
         entry["token"],
@@ -125,6 +123,8 @@ def _is_partial(token: str) -> bool:
 
 def _check(position: Position, answer: Answer) -> None:
     """List logprobs that no distribution can have."""
+    if position.logprob == 0.0 and not position.top:
+        answer.problems.append("a logprob is 0.0 and has no list")
     largest = max([position.logprob, *(value for _, value in position.top)])
     if largest > POSITIVE_LOGPROB_NATS:
         answer.problems.append(f"a logprob is positive: {largest}")

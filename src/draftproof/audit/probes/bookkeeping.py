@@ -37,7 +37,11 @@ def run(context: Context) -> list[Result]:
 
 def end_tokens(answers: list[Answer]) -> set[str]:
     """Return the special tokens that ended an answer without a stop string."""
-    last = [a.positions[-1].token for a in answers if a.positions and a.finish_reason == "stop" and not a.body.get("stop")]
+    last = [
+        a.positions[-1].token
+        for a in answers
+        if a.positions and a.finish_reason == "stop" and not a.body.get("stop")
+    ]
     return {token for token in last if token and is_end_token(token)}
 
 
@@ -60,8 +64,10 @@ def defects(answer: Answer, enders: set[str]) -> list[str]:
     for stop in [stops] if isinstance(stops, str) else stops:
         if stop in answer.text:
             found.append(f"the text holds the stop string: {stop!r}")
-    if answer.has_logprobs and not stops and not any(
-        p.has_bytes or is_end_token(p.token) for p in answer.positions
+    if (
+        answer.has_logprobs
+        and not stops
+        and not any(p.has_bytes or is_end_token(p.token) for p in answer.positions)
     ):
         joined = "".join(answer.tokens())
         if joined.strip() != answer.text.strip() and not _is_spaced(joined, answer.text):

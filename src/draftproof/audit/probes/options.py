@@ -157,7 +157,9 @@ def _json(context: Context) -> Result:
         reason = "response_format has no effect" if bad else "no output ended"
         return not_testable("json_schema", JSON, reason)
     status = Status.VIOLATED if bad else Status.EXACT
-    return Result("json_schema", JSON, status, f"{good} outputs match, {len(bad)} do not", tokens, findings=bad)
+    return Result(
+        "json_schema", JSON, status, f"{good} outputs match, {len(bad)} do not", tokens, findings=bad
+    )
 
 
 def _fits(text: str) -> bool:

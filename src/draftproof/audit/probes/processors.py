@@ -70,7 +70,9 @@ def _penalty(context: Context, base: Answer) -> Result:
     if not answer.is_ok:
         return not_testable("penalty", PENALTY, f"refused: {answer.error}")
     if not _is_raw(base, answer):
-        return not_testable("penalty", PENALTY, "the reported logprobs include penalties, or are not comparable")
+        return not_testable(
+            "penalty", PENALTY, "the reported logprobs include penalties, or are not comparable"
+        )
     findings, counts = [], Counter[str]()
     for number, position in enumerate(answer.positions):
         seen = COPIES[2] + "".join(counts)

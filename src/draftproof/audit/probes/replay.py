@@ -65,7 +65,10 @@ def _beside(context: Context, first: list[Answer]) -> Result:
     plan = context.plan
     neighbours = [
         context.call(
-            f"neighbour {i}", NEIGHBOURS[i % len(NEIGHBOURS)], plan.neighbour_tokens, seed=FIRST_SEED + 100 + i
+            f"neighbour {i}",
+            NEIGHBOURS[i % len(NEIGHBOURS)],
+            plan.neighbour_tokens,
+            seed=FIRST_SEED + 100 + i,
         )
         for i in range(plan.neighbours)
     ]

@@ -25,7 +25,9 @@ def run(context: Context) -> list[Result]:
     compared, skipped, worst = 0, 0, (0.0, "", list[Call]())
     for number in range(context.plan.rescored_answers):
         prompt = sampling_prompt(2 * number + 1)
-        call = context.call(f"scored {number}", prompt, context.plan.rescored_tokens, seed=FIRST_SEED + number)
+        call = context.call(
+            f"scored {number}", prompt, context.plan.rescored_tokens, seed=FIRST_SEED + number
+        )
         answer = context.one(call)
         if not answer.positions:
             continue

@@ -10,7 +10,16 @@ from draftproof.audit.probes.token_tests import TITLES, Statistic, TokenTests
 from draftproof.audit.prompts import sampling_prompt
 from draftproof.audit.stats.error_rate import log_threshold
 
-MIN_EVENTS = {"top1": 200, "ranks": 200, "deciles": 200, "serial": 200, "drafts": 30, "chunks": 30, "repeats": 10}
+MIN_EVENTS = {
+    "top1": 200,
+    "ranks": 200,
+    "deciles": 200,
+    "serial": 200,
+    "serial_chunks": 30,
+    "drafts": 30,
+    "chunks": 30,
+    "repeats": 10,
+}
 TRUNCATION_EVENTS = 10.0  # expected tokens outside the list, none of which was sampled
 FIRST_SEED = 1000
 
@@ -79,7 +88,7 @@ def _results(tests: TokenTests, calls: list[Call]) -> list[Result]:
 
 def _why_not(test: str, statistic: Statistic | None) -> str:
     """Return why a test has too few events."""
-    if test == "chunks":
+    if test in ("chunks", "serial_chunks") and statistic is None:
         return "stream events have one token each"
     if test in ("ranks", "deciles") and statistic is None:
         return "fewer than three logprobs for a position"

@@ -29,6 +29,7 @@ TITLES = {
     "ranks": "ranks 1 to 20 are sampled with their reported probabilities",
     "deciles": "tokens are sampled alike in each tenth of reported probability",
     "serial": "each position is sampled independently of the one before",
+    "serial_chunks": "each position of a stream event is sampled independently of the one before",
     "drafts": "tokens that an n-gram lookup would draft are sampled with their reported probability",
     "chunks": "later tokens of a stream event are sampled with their reported probability",
     "repeats": "two answers to one prompt agree as often as their probabilities imply",
@@ -72,6 +73,7 @@ class TokenTests:
             "chunks": BernoulliTest(TOP1_ALTERNATIVES),
             "drafts": BernoulliTest(DRAFT_ALTERNATIVES),
             "serial": BernoulliTest(SERIAL_ALTERNATIVES),
+            "serial_chunks": BernoulliTest(SERIAL_ALTERNATIVES),
         }
         self._categories = {"ranks": CategoryTest(len(RANK_ENDS) + 1), "deciles": CategoryTest(DECILES)}
         self._repeats = BoundedTest()
@@ -94,7 +96,8 @@ class TokenTests:
         again = made.follows
         before = np.roll(made.is_top1, 1)
         chance = np.where(before, made.top1_probs, 1 - made.top1_probs)
-        self._bernoulli["serial"].update((made.is_top1 == before)[again], chance[again])
+        for name, events in (("serial", again), ("serial_chunks", again & later)):
+            self._bernoulli[name].update((made.is_top1 == before)[events], chance[events])
         if self.top_count >= MIN_RANK_ENTRIES:
             self._categories["ranks"].update(made.ranks, made.rank_probs)
             self._categories["deciles"].update(made.deciles, made.decile_probs)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-import shlex
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,9 +92,8 @@ class Report:
                 )
             case Verdict.LOSSLESS:
                 names = ", ".join(r.test for r in self.results if r.status is Status.DIFFERS)
-                return (
-                    f"lossless within {points} (power 0.9, error rate {ERROR_RATE}); not exact"
-                    + (f": {names} differ." if names else ": not every replay could be tested.")
+                return f"lossless within {points} (power 0.9, error rate {ERROR_RATE}); not exact" + (
+                    f": {names} differ." if names else ": not every replay could be tested."
                 )
         return f"cannot tell: {self.stop_reason or self._reason()}."
 

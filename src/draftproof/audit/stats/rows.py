@@ -7,7 +7,6 @@ likely and was not sampled would then be over-represented. All probabilities are
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ DECILES = 10
 END_TOKEN = re.compile(r"<[|\uff5c]?[^\s<>]{1,40}>|\[/?[A-Z_]{2,20}\]|")  # special tokens, or no text at all
 MATCH_NATS = 0.02  # the sampled token and its entry in the list have the same logprob
 NGRAM_TOKENS = 3
+LONGEST_TOKEN_CHARACTERS = 40
 MAX_END_MASS = 0.999  # a position that is almost surely the end is no event
 
 
@@ -43,125 +43,101 @@ class Rows:
     square_sums: dict[int, tuple[float, float]]  # position: bounds of the sum of squared probabilities
 
 
-def conditional_top(position: Position, top_count: int) -> list[tuple[str, float, float]] | None:
-    """Return (token, logprob, probability given that it is no end token), or None if there is no event."""
-    listed = position.top[:top_count]
-    if not listed or not all(math.isfinite(value) or value == -math.inf for _, value in listed):
-        return None
-    if is_end_token(position.token):
-        return None
-    end_mass = sum(math.exp(value) for token, value in listed if is_end_token(token))
-    if end_mass > MAX_END_MASS:
-        return None
-    kept = 1 - end_mass
-    return [
-        (token, value, math.exp(value) / kept) for token, value in listed if not is_end_token(token)
-    ] or None
-
-
 @cache
 def is_end_token(token: str) -> bool:
     """Return whether a token may end an output."""
     return END_TOKEN.fullmatch(token) is not None
 
 
-def sampled_index(position: Position, top: Sequence[tuple[str, float, float]]) -> int:
-    """Return the index of the sampled token in the list, len(top) if it is not listed.
-
-    Texts of different tokens may be equal; then the logprob decides.
-    """
-    for index, (token, value, _) in enumerate(top):
-        if token == position.token and abs(value - position.logprob) <= MATCH_NATS:
-            return index
-    return len(top)
-
-
 def rows(positions: Sequence[Position], top_count: int, prompt: str = "") -> Rows:
     """Return the events of an answer. `top_count`: entries that were requested for each position."""
-    top1, hit, rank_probs, ranks, decile_probs, deciles = [], [], [], [], [], []
-    follows, places, draft_probs, is_draft = [], [], [], []
-    squares: dict[int, tuple[float, float]] = {}
-    text, was_event = prompt, False
-    tokens = [position.token for position in positions]
-    for number, position in enumerate(positions):
-        top = conditional_top(position, top_count)
-        if top is not None:
-            probs = [probability for _, _, probability in top]
-            index = sampled_index(position, top)
-            rest = max(0.0, 1 - sum(probs))
-            top1.append(min(probs[0], 1.0))
-            hit.append(index == 0)
-            rank_probs.append(_rank_probs(probs, rest))
-            ranks.append(_rank_category(index) if index < len(top) else len(RANK_ENDS))
-            decile_probs.append(_decile_probs(probs, rest))
-            deciles.append(_decile(probs[index]) if index < len(top) else 0)
-            follows.append(was_event)
-            places.append(position.chunk_place)
-            lowest = sum(probability**2 for probability in probs)
-            squares[number] = (lowest, min(1.0, lowest + rest * min(probs[-1], rest)))
-            draft = _lookup(text, "".join(tokens[max(0, number - NGRAM_TOKENS) : number]), number, top)
-            if draft is not None:
-                draft_probs.append(min(probs[draft], 1.0))
-                is_draft.append(draft == index)
-        was_event = top is not None
-        text += position.token
+    numbers = [i for i, p in enumerate(positions) if p.top and not is_end_token(p.token)]
+    values = np.full((len(numbers), top_count), -np.inf)  # [N, K]
+    ends = np.ones((len(numbers), top_count), dtype=bool)  # [N, K] end tokens and empty places
+    sampled = np.full(len(numbers), -1)  # [N] index in the list, -1 if not listed
+    for row, number in enumerate(numbers):
+        position = positions[number]
+        for place, (token, value) in enumerate(position.top[:top_count]):
+            values[row, place] = value
+            ends[row, place] = is_end_token(token)
+            # texts of different tokens may be equal; then the logprob decides
+            if token == position.token and sampled[row] < 0 and abs(value - position.logprob) <= MATCH_NATS:
+                sampled[row] = place
+    probs = np.exp(values)
+    empty = values == -np.inf
+    end_mass = np.where(ends, probs, 0).sum(axis=1)
+    usable = (end_mass <= MAX_END_MASS) & ~(ends | empty).all(axis=1)
+    numbers = [number for number, is_used in zip(numbers, usable, strict=True) if is_used]
+    ends, sampled = ends[usable] | empty[usable], sampled[usable]
+    probs = np.where(ends, 0, probs[usable]) / (1 - end_mass[usable, None])
+    return _events(positions, numbers, probs, ends, sampled, prompt)
+
+
+def _events(
+    positions: Sequence[Position], numbers: list[int], probs: Floats, ends: Bools, sampled: Ints, prompt: str
+) -> Rows:
+    """Return the events of positions `numbers`, with conditional probabilities [N, K]."""
+    index = np.arange(len(numbers))
+    rest = np.maximum(0.0, 1 - probs.sum(axis=1))  # [N]
+    rank = np.searchsorted(RANK_ENDS, np.cumsum(~ends, axis=1) - 1, side="right")  # [N, K]
+    decile = np.minimum(DECILES - 1, (probs * DECILES).astype(int))  # [N, K]
+    is_listed = sampled >= 0
+    rank_probs = _sums(probs, rank, len(RANK_ENDS) + 1)
+    rank_probs[:, -1] += rest
+    # tokens that are not listed are in the lowest tenth
+    decile_probs = _sums(probs, decile, DECILES)
+    decile_probs[:, 0] += rest
+    first = np.argmax(~ends, axis=1)  # [N]
+    squares = (probs**2).sum(axis=1)
+    smallest = np.where(ends, np.inf, probs).min(axis=1, initial=np.inf)
+    largest_squares = np.minimum(1.0, squares + rest * np.minimum(smallest, rest))
+    chosen = [positions[number] for number in numbers]
+    drafts = _drafts(positions, numbers, ends, prompt)
+    has_draft = drafts >= 0
     return Rows(
-        np.array(top1, dtype=float),
-        np.array(hit, dtype=bool),
-        np.array(rank_probs, dtype=float).reshape(-1, len(RANK_ENDS) + 1),
-        np.array(ranks, dtype=int),
-        np.array(decile_probs, dtype=float).reshape(-1, DECILES),
-        np.array(deciles, dtype=int),
-        np.array(follows, dtype=bool),
-        np.array(places, dtype=int),
-        np.array(draft_probs, dtype=float),
-        np.array(is_draft, dtype=bool),
-        squares,
+        np.minimum(probs[index, first], 1.0),
+        sampled == first,
+        rank_probs,
+        np.where(is_listed, rank[index, sampled], len(RANK_ENDS)),
+        decile_probs,
+        np.where(is_listed, decile[index, sampled], 0),
+        np.array([i > 0 and numbers[i - 1] == number - 1 for i, number in enumerate(numbers)], dtype=bool),
+        np.array([position.chunk_place for position in chosen], dtype=int),
+        np.minimum(probs[index, drafts], 1.0)[has_draft],
+        (drafts == sampled)[has_draft],
+        {n: (float(a), float(b)) for n, a, b in zip(numbers, squares, largest_squares, strict=True)},
     )
 
 
-def _rank_category(index: int) -> int:
-    """Return the category of a rank that begins at 0."""
-    return next((i for i, end in enumerate(RANK_ENDS) if index < end), len(RANK_ENDS))
+def _sums(probs: Floats, category: Ints, count: int) -> Floats:
+    """Return the probability of each category, [N, count]."""
+    return np.stack([np.where(category == i, probs, 0).sum(axis=1) for i in range(count)], axis=1)
 
 
-def _rank_probs(probs: Sequence[float], rest: float) -> list[float]:
-    """Return the probability of each category of ranks."""
-    found = [0.0] * (len(RANK_ENDS) + 1)
-    for index, probability in enumerate(probs):
-        found[_rank_category(index)] += probability
-    found[-1] += rest
+def _drafts(positions: Sequence[Position], numbers: list[int], ends: Bools, prompt: str) -> Ints:
+    """Return the list index of the token that an n-gram lookup would draft, -1 for none, [N]."""
+    found = np.full(len(numbers), -1)
+    tokens = [position.token for position in positions]
+    row_of = {number: row for row, number in enumerate(numbers)}
+    text = prompt
+    for number, position in enumerate(positions):
+        row = row_of.get(number)
+        if row is not None and number >= NGRAM_TOKENS:
+            ngram = "".join(tokens[number - NGRAM_TOKENS : number])
+            listed = [(i, t) for i, (t, _) in enumerate(position.top[: ends.shape[1]]) if not ends[row, i]]
+            found[row] = _lookup(text, ngram, listed)
+        text += position.token
     return found
 
 
-def _decile(probability: float) -> int:
-    """Return the tenth that a probability lies in."""
-    return min(DECILES - 1, int(probability * DECILES))
-
-
-def _decile_probs(probs: Sequence[float], rest: float) -> list[float]:
-    """Return the probability that the sampled token's own probability lies in each tenth.
-
-    Tokens that are not listed are in the lowest tenth unless the list is very short; a list of one or
-    two entries is not used for this test.
-    """
-    found = [0.0] * DECILES
-    for probability in probs:
-        found[_decile(probability)] += probability
-    found[0] += rest
-    return found
-
-
-def _lookup(text: str, ngram: str, number: int, top: Sequence[tuple[str, float, float]]) -> int | None:
-    """Return the listed token that continues the last earlier occurrence of the n-gram.
+def _lookup(text: str, ngram: str, listed: Sequence[tuple[int, str]]) -> int:
+    """Return the listed token that continues the last earlier occurrence of the n-gram, -1 for none.
 
     It is the draft of an n-gram proposer. It depends on earlier tokens and the reported list alone.
     """
-    if number < NGRAM_TOKENS or not ngram:
-        return None
-    start = text.rfind(ngram, 0, len(text) - 1)
+    start = text.rfind(ngram, 0, len(text) - 1) if ngram else -1
     if start < 0:
-        return None
-    rest = text[start + len(ngram) : start + len(ngram) + 40]
-    fitting = [i for i, (token, _, _) in enumerate(top) if token and rest.startswith(token)]
-    return max(fitting, key=lambda i: len(top[i][0]), default=None)
+        return -1
+    rest = text[start + len(ngram) : start + len(ngram) + LONGEST_TOKEN_CHARACTERS]
+    fitting = [(len(token), index) for index, token in listed if rest.startswith(token)]
+    return max(fitting)[1] if fitting else -1

@@ -12,6 +12,7 @@ from typing import Any
 from draftproof.audit.stub.model import END_ID, Row, StubModel, make_row
 
 MAX_DRAFTS = 4
+KEPT_OPTIONS = ("temperature",)  # by a server that drops the others inside a window
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ def generate(
             draft = drafts[place] if place < len(drafts) else None
             key = len(made.tokens) - (place if fault.is_noise_shared_in_window else 0)
             number = noise(0 if fault.is_seed_ignored else seed, key)
-            options = {} if fault.drops_options and place else body
+            options = (
+                {k: body[k] for k in KEPT_OPTIONS if k in body} if fault.drops_options and place else body
+            )
             token = choose(reported, options, counts, number, fault, draft)
             was_accepted = token == draft
             if place and fault.has_wrong_rows:
@@ -132,7 +135,7 @@ def choose(
             return top
         others = [x if i != top else -math.inf for i, x in enumerate(row.logprobs)]
         return make_row(others).sample((number - after) / (1 - after))
-    return row.sample(number)
+    return row.sample_sorted(number) if fault.is_noise_shared_in_window else row.sample(number)
 
 
 def _in_nucleus(row: Row, token: int, top_p: float) -> bool:

@@ -26,6 +26,15 @@ class Row:
         """Return the id at a number in [0, 1) of the cumulative distribution."""
         return min(bisect_right(self.sums, noise * self.sums[-1]), len(self.sums) - 1)
 
+    def sample_sorted(self, noise: float) -> int:
+        """Return the id at a number in [0, 1) of the distribution with the most likely token first."""
+        mass = 0.0
+        for token in self.order:
+            mass += math.exp(self.logprobs[token])
+            if noise < mass:
+                return token
+        return self.order[-1]
+
 
 def make_row(logits: list[float]) -> Row:
     """Return the distribution of logits."""
@@ -39,9 +48,14 @@ def make_row(logits: list[float]) -> Row:
 class StubModel:
     """Bigram model with random logits. Sharp and flat rows alternate at random."""
 
-    def __init__(self, seed: int, vocab: int = 60, sharpness: float = 1.0, decimals: int | None = None) -> None:
+    def __init__(
+        self, seed: int, vocab: int = 60, sharpness: float = 1.0, decimals: int | None = None
+    ) -> None:
         rng = np.random.default_rng(seed)
-        self.words = ["<|end|>", *(f" {SYLLABLES[i % 60]}{'' if i < 60 else i // 60}" for i in range(vocab - 1))]
+        self.words = [
+            "<|end|>",
+            *(f" {SYLLABLES[i % 60]}{'' if i < 60 else i // 60}" for i in range(vocab - 1)),
+        ]
         self._ids = {word: i for i, word in enumerate(self.words)}
         scales = sharpness * rng.choice([1.5, 3.0, 8.0], size=(vocab, 1), p=[0.2, 0.4, 0.4])
         logits = rng.normal(size=(vocab, vocab)) * scales

@@ -1,0 +1,1 @@
+"""`draftproof audit`: tests of an endpoint."""
