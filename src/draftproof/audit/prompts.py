@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 PASSAGE = (
-    "The river begins high in the mountains, where the snow melts in spring and fills a hundred small streams. "
-    "The streams run down over grey stones and meet in a quiet valley."
+    "The river begins high in the mountains, where the snow melts in spring and fills a hundred small "
+    "streams. The streams run down over grey stones and meet in a quiet valley."
 )
 CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
 
@@ -29,7 +29,7 @@ COPIES = (
     f"{PASSAGE}\n\nThe same text again:\n\n{PASSAGE}\n\nThe same text again:\n\nThe river begins",
     f"{CODE}    return width * height * depth\n\n{CODE}    return",
     "one two three four five six one two three four five six one two three four five six one two",
-    "| name | city |\n| Anna | Oslo |\n| Ben | Rome |\n| Cleo | Oslo |\n| Anna | Oslo |\n| Ben | Rome |\n| Cleo |",
+    "| name | city |\n" + 2 * "| Anna | Oslo |\n| Ben | Rome |\n| Cleo | Oslo |\n" + "| Anna |",
     "red green blue red green blue red green blue red green yellow red green blue red green",
     f"A: {PASSAGE}\nB: {PASSAGE}\nC: The river begins high in the mountains,",
 )

@@ -9,17 +9,27 @@ from draftproof.audit.report.markdown import figures, summary
 from draftproof.audit.report.verdict import Report, Verdict, curl
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --good: #1a7f4b; --bad: #b3261e; --mid: #8a6d00; --dim: #777; }
-@media (prefers-color-scheme: dark) { :root { --good: #5bd18f; --bad: #ff8a80; --mid: #e6c34a; --dim: #999; } }
+:root { color-scheme: light dark; --line: #8884; --good: #1a7f4b; --bad: #b3261e; --mid: #8a6d00;
+  --dim: #777; }
+@media (prefers-color-scheme: dark) {
+  :root { --good: #5bd18f; --bad: #ff8a80; --mid: #e6c34a; --dim: #999; } }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.2rem; } .verdict { font-size: 1.5rem; line-height: 1.3; padding: 1rem 0 1rem 1rem;
-border-left: .4rem solid currentColor; } .exact, .consistent { color: var(--good); }
-.lossy, .violated { color: var(--bad); } .differs, .lossless { color: var(--mid); }
-.not-testable, .cannot-tell { color: var(--dim); } table { border-collapse: collapse; width: 100%; }
-td, th { text-align: left; vertical-align: top; padding: .4rem .6rem .4rem 0; border-bottom: 1px solid var(--line); }
-small { color: var(--dim); display: block; } dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
-dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); padding: .6rem; font-size: .8rem; }
+h1 { font-size: 1.2rem; }
+.verdict { font-size: 1.5rem; line-height: 1.3; padding: 1rem; border-left: .4rem solid currentColor; }
+.exact, .consistent { color: var(--good); }
+.lossy, .violated { color: var(--bad); }
+.differs, .lossless { color: var(--mid); }
+.not-testable, .cannot-tell { color: var(--dim); }
+table { border-collapse: collapse; width: 100%; }
+td, th { text-align: left; vertical-align: top; padding: .4rem .6rem .4rem 0;
+  border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+td:nth-child(2) { white-space: nowrap; }
+small { color: var(--dim); display: block; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
+dt { color: var(--dim); }
+dd { margin: 0; overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); padding: .6rem;
+  font-size: .8rem; }
 """
 CLASSES = {
     Verdict.EXACT: "exact",

@@ -48,20 +48,14 @@ def make_row(logits: list[float]) -> Row:
 class StubModel:
     """Bigram model with random logits. Sharp and flat rows alternate at random."""
 
-    def __init__(
-        self, seed: int, vocab: int = 60, sharpness: float = 1.0, decimals: int | None = None
-    ) -> None:
+    def __init__(self, seed: int, vocab: int = 60, sharpness: float = 1.0) -> None:
         rng = np.random.default_rng(seed)
-        self.words = [
-            "<|end|>",
-            *(f" {SYLLABLES[i % 60]}{'' if i < 60 else i // 60}" for i in range(vocab - 1)),
-        ]
+        names = (SYLLABLES[i % 60] + ("" if i < 60 else str(i // 60)) for i in range(vocab - 1))
+        self.words = ["<|end|>", *(f" {name}" for name in names)]
         self._ids = {word: i for i, word in enumerate(self.words)}
         scales = sharpness * rng.choice([1.5, 3.0, 8.0], size=(vocab, 1), p=[0.2, 0.4, 0.4])
         logits = rng.normal(size=(vocab, vocab)) * scales
         logits[:, END_ID] = logits.max(axis=1) - 6
-        if decimals is not None:
-            logits = logits.round(decimals)
         self.rows = [make_row(row) for row in logits.tolist()]
         wide = logits + 0.3 * rng.normal(size=logits.shape)
         self.wide_rows = [make_row(row) for row in wide.tolist()]

@@ -31,11 +31,13 @@ class StubServer:
         max_top: int = 20,
         reports_end: bool = True,
         has_seed: bool = True,
+        decimals: int = 12,
         entropy: int = 0,
     ) -> None:
         self.model, self.fault = model, fault
         self._is_chat_only, self._max_top = is_chat_only, max_top
         self._reports_end, self._has_seed = reports_end, has_seed
+        self._decimals = decimals
         self._random = random.Random(entropy)
         self._entropy = entropy
         self._open = 0
@@ -119,9 +121,10 @@ class StubServer:
         shown = [item for item in tokens if self._reports_end or item[0] != END_ID]
         words = self.model.words
         names = [words[token] for token, _, _ in shown]
-        values = [0.0 if row is None else row.logprobs[token] for token, row, _ in shown]
+        digits = self._decimals
+        values = [0.0 if row is None else round(row.logprobs[token], digits) for token, row, _ in shown]
         lists = [
-            [] if row is None else [(words[i], row.logprobs[i], i) for i in row.order[:top]]
+            [] if row is None else [(words[i], round(row.logprobs[i], digits), i) for i in row.order[:top]]
             for _, row, _ in shown
         ]
         finite = [[item for item in entries if item[1] > -math.inf] for entries in lists]
