@@ -110,7 +110,7 @@ def _old_positions(logprobs: Mapping[str, Any], answer: Answer) -> list[Position
 
 def _number(value: Any, answer: Answer) -> float:
     """Return a logprob; a value that is none becomes a problem and minus infinity."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
+    if type(value) in (float, int) and value == value:  # NaN is not equal to itself
         return float(value)
     answer.problems.append(f"a logprob is {value!r}"[:PROBLEM_CHARACTERS])
     return -math.inf
@@ -129,9 +129,8 @@ def _check(position: Position, answer: Answer) -> None:
     if largest > POSITIVE_LOGPROB_NATS:
         answer.problems.append(f"a logprob is positive: {largest}")
         return
-    listed = {token: math.exp(value) for token, value in position.top}
     mass = sum(math.exp(value) for _, value in position.top)
-    if position.token not in listed and not position.has_bytes:
+    if not any(token == position.token for token, _ in position.top) and not position.has_bytes:
         mass += math.exp(position.logprob)
     if mass > 1 + EXCESS_MASS:
         answer.problems.append(f"probabilities of one position add up to {mass:.3f}")

@@ -37,10 +37,9 @@ def run(context: Context) -> list[Result]:
         answers = context.send([call for i in range(pairs) for call in _pair(context, number + i)])
         number += pairs
         for first, second in zip(answers[::2], answers[1::2], strict=True):
-            for answer in (first, second):
-                tests.add(answer, context.prompts[answer.label])
+            pair = [tests.add(answer, context.prompts[answer.label]) for answer in (first, second)]
             if first.is_ok and second.is_ok:
-                tests.add_pair(first, second)
+                tests.add_pair(first, second, pair[0], pair[1])
         calls = [call_of(answer) for answer in answers[:2]]
         if context.endpoint.total_tokens - start == used:
             break  # no answer has any token

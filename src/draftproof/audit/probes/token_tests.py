@@ -102,10 +102,9 @@ class TokenTests:
             self._categories["ranks"].update(made.ranks, made.rank_probs)
             self._categories["deciles"].update(made.deciles, made.decile_probs)
 
-    def add_pair(self, first: Answer, second: Answer) -> None:
+    def add_pair(self, first: Answer, second: Answer, first_rows: Rows, second_rows: Rows) -> None:
         """Compare two answers to one prompt up to their first difference."""
-        bounds = rows(first.positions, self.top_count).square_sums
-        other = rows(second.positions, self.top_count).square_sums
+        bounds, other = first_rows.square_sums, second_rows.square_sums
         agreed, lower, upper = [], [], []
         for number, (a, b) in enumerate(zip(first.positions, second.positions, strict=False)):
             if number in bounds and number in other:

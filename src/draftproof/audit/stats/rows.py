@@ -57,12 +57,10 @@ def rows(positions: Sequence[Position], top_count: int, prompt: str = "") -> Row
     sampled = np.full(len(numbers), -1)  # [N] index in the list, -1 if not listed
     for row, number in enumerate(numbers):
         position = positions[number]
-        for place, (token, value) in enumerate(position.top[:top_count]):
-            values[row, place] = value
-            ends[row, place] = is_end_token(token)
-            # texts of different tokens may be equal; then the logprob decides
-            if token == position.token and sampled[row] < 0 and abs(value - position.logprob) <= MATCH_NATS:
-                sampled[row] = place
+        listed = position.top[:top_count]
+        values[row, : len(listed)] = [value for _, value in listed]
+        ends[row, : len(listed)] = [is_end_token(token) for token, _ in listed]
+        sampled[row] = _sampled_index(position, listed)
     probs = np.exp(values)
     empty = values == -np.inf
     end_mass = np.where(ends, probs, 0).sum(axis=1)
@@ -71,6 +69,17 @@ def rows(positions: Sequence[Position], top_count: int, prompt: str = "") -> Row
     ends, sampled = ends[usable] | empty[usable], sampled[usable]
     probs = np.where(ends, 0, probs[usable]) / (1 - end_mass[usable, None])
     return _events(positions, numbers, probs, ends, sampled, prompt)
+
+
+def _sampled_index(position: Position, listed: Sequence[tuple[str, float]]) -> int:
+    """Return the index of the sampled token, -1 if it is not listed.
+
+    Texts of different tokens may be equal; then the logprob decides.
+    """
+    for index, (token, value) in enumerate(listed):
+        if token == position.token and abs(value - position.logprob) <= MATCH_NATS:
+            return index
+    return -1
 
 
 def _events(

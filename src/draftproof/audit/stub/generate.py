@@ -60,7 +60,7 @@ def generate(
     while True:
         drafts, place = lookup(history), 0
         while True:
-            reported = rows[history[-1]]
+            reported = rows[model.row_index(history)]
             draft = drafts[place] if place < len(drafts) else None
             key = len(made.tokens) - (place if fault.is_noise_shared_in_window else 0)
             number = noise(0 if fault.is_seed_ignored else seed, key)
@@ -70,7 +70,7 @@ def generate(
             token = choose(reported, options, counts, number, fault, draft)
             was_accepted = token == draft
             if place and fault.has_wrong_rows:
-                made.tokens.append((token, rows[history[-2]], place))
+                made.tokens.append((token, rows[model.row_index(history[:-1])], place))
             elif was_accepted and fault.has_zero_logprobs:
                 made.tokens.append((token, None, place))
             else:

@@ -1,16 +1,20 @@
-"""A language model whose next token depends on the last token alone."""
+"""A language model whose next token depends on the last two tokens."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 END_ID = 0
+ROWS = 241
+# Standard deviations of the logits of a row. The mean of p (1 - p) of the top-1 token is then about 0.11.
+ROW_SCALES, ROW_SHARES = (1.5, 4.0, 14.0), (0.15, 0.4, 0.45)
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
 
 
@@ -46,19 +50,24 @@ def make_row(logits: list[float]) -> Row:
 
 
 class StubModel:
-    """Bigram model with random logits. Sharp and flat rows alternate at random."""
+    """Model with random logits; the last two tokens select one of its rows."""
 
     def __init__(self, seed: int, vocab: int = 60, sharpness: float = 1.0) -> None:
         rng = np.random.default_rng(seed)
         names = (SYLLABLES[i % 60] + ("" if i < 60 else str(i // 60)) for i in range(vocab - 1))
         self.words = ["<|end|>", *(f" {name}" for name in names)]
         self._ids = {word: i for i, word in enumerate(self.words)}
-        scales = sharpness * rng.choice([1.5, 3.0, 8.0], size=(vocab, 1), p=[0.2, 0.4, 0.4])
-        logits = rng.normal(size=(vocab, vocab)) * scales
-        logits[:, END_ID] = logits.max(axis=1) - 6
+        scales = sharpness * rng.choice(ROW_SCALES, size=(ROWS, 1), p=ROW_SHARES)
+        logits = rng.normal(size=(ROWS, vocab)) * scales
+        logits[:, END_ID] = logits[:, END_ID + 1 :].max(axis=1) - 6
         self.rows = [make_row(row) for row in logits.tolist()]
         wide = logits + 0.3 * rng.normal(size=logits.shape)
         self.wide_rows = [make_row(row) for row in wide.tolist()]
+
+    def row_index(self, history: Sequence[int]) -> int:
+        """Return the row of the distribution after these tokens."""
+        before = history[-2] if len(history) > 1 else 0
+        return (31 * before + 7 * history[-1]) % ROWS
 
     @property
     def vocab(self) -> int:

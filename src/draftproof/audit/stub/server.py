@@ -80,7 +80,8 @@ class StubServer:
             self._open -= 1
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(made.tokens)}
         if body.get("echo") and not is_chat:
-            rows = [(t, self.model.rows[prompt[max(0, i - 1)]], 0) for i, t in enumerate(prompt)]
+            indices = [self.model.row_index(prompt[:i] or [0]) for i in range(len(prompt))]
+            rows = [(t, self.model.rows[i], 0) for t, i in zip(prompt, indices, strict=True)]
             made = Output(rows + made.tokens, made.finish_reason, text + made.text)
         if not body.get("stream"):
             choice = self._choice(made.text, made.tokens, is_chat, top, made.finish_reason, "message")
