@@ -21,6 +21,12 @@ NEUTRAL_OPTIONS: tuple[dict[str, Any], ...] = (
     {"top_p": 1.0},
     {},
 )
+# Fields of a stream. The first form requests one event a step, where the server has that option.
+STREAM_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"stream": True, "stream_options": {"include_usage": True}, "stream_granularity": "step"},
+    {"stream": True, "stream_options": {"include_usage": True}},
+    {"stream": True},
+)
 
 
 @dataclass
@@ -33,6 +39,7 @@ class Dialect:
     has_seed: bool = False
     has_token_ids: bool = False
     neutral: dict[str, Any] = field(default_factory=dict)
+    stream: dict[str, Any] = field(default_factory=dict)  # fields of a stream; empty: no streams
     extra: dict[str, Any] = field(default_factory=dict)  # the user's own fields
     missing: list[str] = field(default_factory=list)  # what the endpoint does not offer
 
@@ -91,6 +98,12 @@ def discover(endpoint: Endpoint, model: str | None, api: str, extra: Mapping[str
     dialect.has_token_ids = True
     answer = _trial(endpoint, dialect, "token ids")
     dialect.has_token_ids = answer.is_ok
+    for options in STREAM_OPTIONS:
+        if _trial(endpoint, dialect, f"stream {sorted(options)}", **options).is_ok:
+            dialect.stream = dict(options)
+            break
+    else:
+        dialect.missing.append("streams: they cannot be compared with whole answers")
     if not dialect.top_count:
         dialect.missing.append("logprobs: the distribution of sampled tokens cannot be tested")
     if not dialect.has_seed:

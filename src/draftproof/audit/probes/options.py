@@ -39,6 +39,8 @@ def run(context: Context) -> list[Result]:
 
 def _streaming(context: Context) -> Result:
     """Compare a stream with a whole answer, greedy and seeded."""
+    if not context.dialect.stream:
+        return not_testable("streaming", STREAM, "no streams")
     first, second = [], []
     for i, temperature in enumerate((0.0, 1.0)):
         if temperature and not context.dialect.has_seed:
@@ -46,7 +48,7 @@ def _streaming(context: Context) -> Result:
         for streamed in (False, True):
             options: dict[str, Any] = {"temperature": temperature, "seed": FIRST_SEED + i}
             if streamed:
-                options |= {"stream": True, "stream_options": {"include_usage": True}}
+                options |= context.dialect.stream
             label = f"option {'stream' if streamed else 'whole'} {i}"
             call = context.call(label, COPIES[i], context.plan.option_tokens, **options)
             (second if streamed else first).append(context.one(call))

@@ -47,13 +47,12 @@ def run(context: Context) -> list[Result]:
 
 
 def _pair(context: Context, number: int) -> list[Call]:
-    """Return two requests for one prompt with different seeds; the second is a stream."""
+    """Return two requests for one prompt with different seeds; the second is a stream where there are any."""
     prompt, length = sampling_prompt(number), context.plan.answer_tokens
-    streamed = {"stream": True, "stream_options": {"include_usage": True}}
     seed = FIRST_SEED + 2 * number
     return [
         context.call(f"sampling {number}a", prompt, length, seed=seed),
-        context.call(f"sampling {number}b", prompt, length, seed=seed + 1, **streamed),
+        context.call(f"sampling {number}b", prompt, length, seed=seed + 1, **context.dialect.stream),
     ]
 
 
