@@ -1,4 +1,4 @@
-"""Decoding of the stub with n-gram drafts, honest or with a fault."""
+"""Decoding of the stub with drafts of an n-gram lookup or the likeliest tokens, honest or with a fault."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ def generate(
         while True:
             reported = rows[model.row_index(history)]
             draft = drafts[place] if place < len(drafts) else None
+            if not drafts and place < MAX_DRAFTS:
+                draft = reported.order[0]  # as a draft head would
             key = len(made.tokens) - (place if fault.is_noise_shared_in_window else 0)
             number = noise(0 if fault.is_seed_ignored else seed, key)
             options = (
