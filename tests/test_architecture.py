@@ -36,7 +36,7 @@ MAX_FOLDER_FILES = 13  # without __init__.py
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"serve", "simulate", "train"},
+    {"serve", "simulate", "train", "audit"},
     {"async_llm"},
     {"llm"},
     {"frontend"},
@@ -132,6 +132,13 @@ def test_module(path: Path) -> None:
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{node.name} is too long"
         if isinstance(node, ast.ClassDef):
             assert node.end_lineno - node.lineno < MAX_CLASS_LINES, f"{node.name} is too long"
+
+
+def test_audit_imports_nothing_of_the_engine() -> None:
+    """Check that the audit of endpoints depends on no part that it may have to test."""
+    for path in (ROOT / "audit").rglob("*.py"):
+        names = {name.split(".")[1] for name in imports(ast.parse(path.read_text())) if "draftproof." in name}
+        assert names <= {"audit", "errors"}, f"{path.relative_to(ROOT)} imports {names}"
 
 
 def test_folders_are_small() -> None:

@@ -35,7 +35,7 @@ def test_honest_stub_is_exact() -> None:
     assert not is_flagged(report) and report.stop_reason is None
     assert report.generated_tokens + report.prompt_tokens < 9_000
     assert {r.test for r in report.results if r.status is Status.EXACT} >= {
-        "greedy", "replay", "neighbours", "rescoring", "streaming", "stop", "logit_bias", "top_p", "agreement",
+        "greedy", "replay", "neighbours", "rescoring", "streaming", "stop", "logit_bias", "agreement",
     }  # fmt: skip
 
 

@@ -54,8 +54,7 @@ def _echo(context: Context, answer: Answer, prompt: str, number: int) -> Answer 
     Token ids are sent where the endpoint reports them, so that the tokens are the same.
     """
     ids = [position.token_id for position in answer.positions]
-    has_ids = bool(answer.prompt_ids) and all(i is not None for i in ids)
-    text: Any = [*answer.prompt_ids, *ids] if has_ids else prompt + answer.text
+    text: Any = [*answer.prompt_ids, *ids] if _has_ids(answer) else prompt + answer.text
     for max_tokens in (0, 1):
         options = {"echo": True, "temperature": 0}
         call = context.dialect.call(f"echo {number} {max_tokens}", text, max_tokens, **options)
@@ -67,11 +66,17 @@ def _echo(context: Context, answer: Answer, prompt: str, number: int) -> Answer 
     return None
 
 
+def _has_ids(answer: Answer) -> bool:
+    """Return whether the ids of all tokens are known."""
+    return bool(answer.prompt_ids) and all(position.token_id is not None for position in answer.positions)
+
+
 def _aligned(answer: Answer, echoed: Answer) -> list[tuple[float, float]]:
     """Return pairs of logprobs of the answer's tokens; empty if the tokens differ."""
     positions = answer.positions
     tail = echoed.positions[-len(positions) :]
-    if [p.token for p in tail] != [p.token for p in positions]:
+    # with ids the tokens are the same, and parts of characters may have other names
+    if not _has_ids(answer) and [p.token for p in tail] != [p.token for p in positions]:
         # an end token is not part of the text
         positions = positions[:-1]
         tail = echoed.positions[-len(positions) :] if positions else []
