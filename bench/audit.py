@@ -12,6 +12,7 @@ faults and honest variations. `ours`: this server with a tiny model, every propo
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import tempfile
 import time
@@ -142,6 +143,7 @@ def show(line: str) -> None:
 
 def main() -> None:
     """Run one part."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=("simulate", "stack", "ours"))
     parser.add_argument("--audits", type=int, default=1000)

@@ -144,7 +144,9 @@ def _add_usage(answer: Answer, event: Mapping[str, Any]) -> None:
             if isinstance(usage.get(name), int):
                 setattr(answer, name, usage[name])
     metrics = event.get("metrics")
-    speculation = metrics.get("speculative_decoding") if isinstance(metrics, Mapping) else None
+    if not isinstance(metrics, Mapping):
+        metrics = {}
+    speculation = metrics.get("speculative_decoding")
     if isinstance(speculation, Mapping):
         answer.draft_tokens = speculation.get("num_draft_tokens")
         answer.accepted_tokens = speculation.get("num_accepted_draft_tokens")
