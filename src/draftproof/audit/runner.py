@@ -13,7 +13,7 @@ import httpx
 
 from draftproof import __version__
 from draftproof.audit.client.discovery import Dialect, discover
-from draftproof.audit.client.endpoint import Endpoint, EndpointDownError
+from draftproof.audit.client.endpoint import Endpoint
 from draftproof.audit.client.exchange import ExchangeFile
 from draftproof.audit.probes import (
     against as against_probe,
@@ -113,12 +113,39 @@ def audit(
     }
     endpoint = Endpoint(url, transport=transport, **limits)
     other = Endpoint(against, **limits) if against else None
-    started = time.monotonic()
     report = Report(endpoint.url, suite=suite, version=__version__)
     report.started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    started = time.monotonic()
+    try:
+        _run(report, endpoint, other, plan, discover_as=(model, api, body or {}), only=only, without=without,
+             on_progress=on_progress)  # fmt: skip
+    finally:
+        endpoint.close()
+        if other is not None:
+            other.close()
+        if stored is not None:
+            stored.close()
+    report.seconds = time.monotonic() - started
+    report.generated_tokens, report.prompt_tokens = endpoint.generated_tokens, endpoint.prompt_tokens
+    report.requests = endpoint.requests
+    return report
+
+
+def _run(
+    report: Report,
+    endpoint: Endpoint,
+    other: Endpoint | None,
+    plan: Plan,
+    *,
+    discover_as: tuple[str | None, str, Mapping[str, Any]],
+    only: Collection[str] | None,
+    without: Mapping[str, Any] | None,
+    on_progress: Callable[[str, float], None] | None,
+) -> None:
+    """Run the stages and fill the report; an endpoint that stops answering ends them."""
     context: Context | None = None
     try:
-        dialect = discover(endpoint, model, api, body or {})
+        dialect = discover(endpoint, *discover_as)
         report.model, report.missing = dialect.model, dialect.missing
         context = Context(endpoint, dialect, plan, plain_body=without)
         if other is not None:
@@ -130,21 +157,11 @@ def audit(
                 context.on_progress(name, 0.0)
                 for probe in probes:
                     report.results.extend(probe(context))
-    except (EndpointDownError, DraftproofError) as error:
+    except DraftproofError as error:
         report.stop_reason = str(error)
-    finally:
-        endpoint.close()
-        if other is not None:
-            other.close()
-        if stored is not None:
-            stored.close()
     if context is not None:
         report.results.extend(bookkeeping.run(context))
         _add_drafts(report, context)
-    report.seconds = time.monotonic() - started
-    report.generated_tokens, report.prompt_tokens = endpoint.generated_tokens, endpoint.prompt_tokens
-    report.requests = endpoint.requests
-    return report
 
 
 def _other_dialect(other: Endpoint, dialect: Dialect) -> Dialect:

@@ -19,7 +19,8 @@ def run(context: Context) -> list[Result]:
         return []
     results = []
     for test, title, temperature in (("against_greedy", GREEDY, 0.0), ("against_seeded", SEEDED, 1.0)):
-        first, second = [], []
+        first: list[Answer] = []
+        second: list[Answer] = []
         for i in range(2 * context.plan.replayed_prompts):
             label, prompt = f"{test} {i}", sampling_prompt(i)
             options = {"temperature": temperature, "seed": FIRST_SEED + i}

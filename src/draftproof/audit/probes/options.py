@@ -41,7 +41,8 @@ def _streaming(context: Context) -> Result:
     """Compare a stream with a whole answer, greedy and seeded."""
     if not context.dialect.stream:
         return not_testable("streaming", STREAM, "no streams")
-    first, second = [], []
+    first: list[Answer] = []
+    second: list[Answer] = []
     for i, temperature in enumerate((0.0, 1.0)):
         if temperature and not context.dialect.has_seed:
             continue

@@ -8,6 +8,7 @@ any time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -26,7 +27,8 @@ def shift(points: float) -> Alternative:
 
     def shifted(probs: Floats) -> Floats:
         room = (1 - KEPT_SHARE) * ((1 - probs) if points > 0 else probs)
-        return probs + np.sign(points) * np.minimum(abs(points), room)
+        step: Floats = np.minimum(abs(points), room)
+        return probs + step if points > 0 else probs - step
 
     return shifted
 
@@ -40,7 +42,8 @@ def mix(share: float) -> Alternative:
 
 def tilt(log_odds: float) -> Alternative:
     """Return the alternative in which the odds are multiplied by a constant."""
-    return lambda probs: 1 / (1 + (1 / probs - 1) * np.exp(-log_odds))
+    factor = math.exp(-log_odds)
+    return lambda probs: 1 / (1 + (1 / probs - 1) * factor)
 
 
 TOP1_ALTERNATIVES: Mapping[Alternative, float] = {

@@ -90,7 +90,9 @@ class StubServer:
 
     def _stream(self, made: Output, is_chat: bool, top: int, usage: Mapping[str, int]) -> str:
         """Return the events of a stream, one for each step."""
-        events, rest, group = [], made.text, []
+        events: list[dict[str, Any]] = []
+        group: list[tuple[int, Row | None, int]] = []
+        rest = made.text
         for number, token in enumerate(made.tokens):
             group.append(token)
             following = made.tokens[number + 1] if number + 1 < len(made.tokens) else None
