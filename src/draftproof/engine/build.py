@@ -28,7 +28,7 @@ from draftproof.models.gguf.packed_store import packed_store
 from draftproof.models.load import Checkpoint
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
-from draftproof.models.weight_formats import FloatWeight, WeightTensor, convert_formats, quantize_linears
+from draftproof.models.weight_formats import FloatWeight, WeightTensor, quantize_linears
 from draftproof.ops import Ops, resolve, resolve_device
 from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 from draftproof.propose import PROPOSERS
@@ -72,7 +72,6 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
     identity = _target_identity(checkpoint)
     weights = checkpoint.weights
     quantize_linears(weights, config.quantization, ops)
-    convert_formats(weights, ops)
     check_formats(weights, ops)
     ops.forward.check_kv_dtype(resolve_kv_dtype(config.kv_cache_dtype, checkpoint.dtype))
     sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config, checkpoint))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError
-from draftproof.models.weights.low_bit import INT4_ZERO
 from draftproof.models.weights.low_bit import Fp8BlockWeight as Fp8BlockWeight
 from draftproof.models.weights.low_bit import Fp8Weight as Fp8Weight
 from draftproof.models.weights.low_bit import Int4GroupWeight as Int4GroupWeight
@@ -126,18 +125,6 @@ class BlockWeight(WeightTensor):
         integers = ((groups - low) / scale).round().clamp(0, 15).to(torch.uint8)
         return cls(integers.view(columns, depth), torch.cat([scale, low], 2).half())
 
-    @classmethod
-    def from_groups(cls, weight: Int4GroupWeight) -> Self:
-        """Return 4-bit groups as blocks of 32: the same integers, each zero point as a minimum."""
-        assert weight.scales is not None
-        if weight.group % INT4_GROUP:
-            raise LoadError(f"groups of {weight.group} are not whole blocks of {INT4_GROUP}")
-        scale = weight.scales.float()
-        zeros = torch.full_like(scale, INT4_ZERO) if weight.zeros is None else weight.zeros.float()
-        pairs = torch.stack([scale, -zeros * scale], 2)  # [N, K / group, 2]
-        blocks = pairs.repeat_interleave(weight.group // INT4_GROUP, 1)
-        return cls(weight.integers().to(torch.int8), blocks)
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix, computed in fp32 and rounded once, by default to bf16."""
         assert self.scales is not None
@@ -184,18 +171,6 @@ def quantize_linears(weights: dict[str, WeightTensor], quantization: str, ops: O
                 weights[name] = quantize(matrix)
             except LoadError as error:
                 raise LoadError(f"{name} cannot be quantised: {error}") from error
-
-
-def convert_formats(weights: dict[str, WeightTensor], ops: Ops) -> None:
-    """Convert 4-bit groups in place to blocks for a backend that multiplies only these."""
-    if "w4a16" in ops.forward.weight_formats or "blocks" not in ops.forward.weight_formats:
-        return
-    for name, weight in weights.items():
-        if isinstance(weight, Int4GroupWeight):
-            try:
-                weights[name] = BlockWeight.from_groups(weight)
-            except LoadError as error:
-                raise LoadError(f"{name}: {error}: use backend='torch'") from error
 
 
 def read_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:
