@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from llvmlite import binding, ir
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, resolve
@@ -18,7 +19,7 @@ from draftproof.models.weight_formats import Int4GroupWeight, pack_weight
 from draftproof.ops.cpu.backend import CpuOps
 from draftproof.ops.cpu.gemm import blocks, decoded, fma, w8a8
 from draftproof.ops.cpu.gemm.block_dot import BlockLayout
-from draftproof.ops.cpu.gemm.byte_dot import NeonDot, WideDot, select_dot
+from draftproof.ops.cpu.gemm.byte_dot import NeonDot, VnniDot, WideDot, select_dot
 from draftproof.ops.cpu.gemm.weight_format import PackedLinear
 from draftproof.ops.cpu.jit import amx
 from draftproof.ops.cpu.jit.compile import _closure_key
@@ -203,23 +204,43 @@ def test_quantized_linear_without_the_dot_product_instruction_has_the_same_bits(
     x = rand(13, 64, dtype=dtype, seed=2)
     scales, factors = rand(97).abs(), rand(97, 2, 2)
     found = []
-    for dot in (select_dot(), WideDot()):
+    for choose in (select_dot, lambda has_signed_weights: WideDot()):
         for form in (w8a8, blocks):
-            monkeypatch.setattr(form, "select_dot", lambda dot=dot: dot)
+            monkeypatch.setattr(form, "select_dot", choose)
         rows = ops.forward.pack_quantized("w8a8", data, scales, None)
         groups = ops.forward.pack_quantized("blocks", data, factors, None)
         found.append([ops.forward.linear(x, packed) for packed in (rows, groups)])
     assert all(same(*pair) for pair in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("has_signed_weights", (False, True))
+def test_vnni_instruction_multiplies_unsigned_weights_by_signed_rows(has_signed_weights: bool) -> None:
+    """Compile for x86; the values are compared on machines with the instruction by the test above."""
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    dot, module = VnniDot(has_signed_weights), ir.Module()
+    module.triple = "x86_64-unknown-linux-gnu"
+    kind = ir.FunctionType(dot.sums, [dot.sums, dot.products, ir.IntType(64)])
+    function = ir.Function(module, kind, "add")
+    builder = ir.IRBuilder(function.append_basic_block())
+    total, products, row = function.args
+    weights, words = dot.weights(builder, products), dot.row(builder, row, 1)
+    builder.ret(dot.add(builder, total, weights, words[0]))
+    target = binding.Target.from_triple(module.triple).create_target_machine(cpu="cascadelake")
+    text = target.emit_assembly(binding.parse_assembly(str(module)))
+    assert text.count("vpdpbusd") == (2 if has_signed_weights else 1)
+    if not has_signed_weights:  # the signed operand comes first in this notation
+        assert "vpdpbusd\t(%rdi){1to16}, %zmm1, %zmm0" in text
+
+
 def test_kernels_of_all_block_layouts_have_keys_of_their_own() -> None:
     switch = (False, True)
-    dots = NeonDot(), WideDot()
+    dots = NeonDot(), WideDot(), VnniDot(False), VnniDot(True)
     made = [
         blocks.make_linear(BlockLayout(*values, dot.width), out_bf16, dot)
         for *values, dot, out_bf16 in product(switch, (16, 32), switch, switch, dots, switch)
     ]
-    assert len({_closure_key(kernel.fn) for kernel in made}) == len(made) == 64
+    assert len({_closure_key(kernel.fn) for kernel in made}) == len(made) == 128
 
 
 def test_kernels_of_all_decoded_formats_have_keys_of_their_own() -> None:

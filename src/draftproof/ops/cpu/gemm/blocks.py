@@ -27,7 +27,7 @@ _ZERO = np.float32(0.0)
 
 def pack_blocks(data: Tensor, scales: Tensor) -> PackedWeight:
     """Pack integers [N, K] with scales [N, K / group, 1 or 2] (scale, minimum) into strips of columns."""
-    (columns, depth), groups, width = data.shape, scales.shape[1], select_dot().width
+    (columns, depth), groups, width = data.shape, scales.shape[1], select_dot(has_signed_weights=False).width
     layout = BlockLayout(
         is_4bit=data.dtype == torch.uint8,
         group=depth // groups,
@@ -118,12 +118,19 @@ def make_linear(layout: BlockLayout, out_bf16: bool, dot: Dot) -> Kernel:
     return linear_blocks
 
 
+def select_kernel(layout: BlockLayout, out_bf16: bool) -> Kernel:
+    """Return the kernel of a layout and an output dtype on this machine."""
+    return make_linear(layout, out_bf16, select_dot(has_signed_weights=not layout.is_4bit))
+
+
 FORMAT = QuantizedFormat(
     pack=lambda data, scales, _: pack_blocks(data, scales),
     quantize_rows=lambda packed, dtype: quantize_blocks(packed.layout.row_floats, dtype == torch.bfloat16),
     row_bytes=lambda packed: packed.depth,
     row_floats=lambda packed: packed.depth // BLOCK * packed.layout.row_floats,
-    kernel=lambda packed, out_bf16: make_linear(packed.layout, out_bf16, select_dot()),
+    kernel=lambda packed, out_bf16: make_linear(
+        packed.layout, out_bf16, select_dot(not packed.layout.is_4bit)
+    ),
     layout=BlockLayout,
     embed=lambda packed, dtype: embed_blocks(packed.layout, dtype == torch.bfloat16),
 )

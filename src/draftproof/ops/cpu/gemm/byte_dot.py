@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from llvmlite import binding, ir
-from numba.core import cgutils
+from numba.core import cgutils, config
 
 from draftproof.ops.cpu.jit.compile import (
     F32,
@@ -77,6 +77,12 @@ def has_dot_product() -> bool:
         return False
     known = binding.get_host_cpu_name().startswith(DOT_PRODUCT_CPUS)
     return known or bool(binding.get_host_cpu_features().get("dotprod"))
+
+
+def has_vnni() -> bool:
+    """Return whether kernels may use the AVX-512 instruction for four products of bytes."""
+    is_restricted = config.CPU_NAME is not None or config.CPU_FEATURES is not None  # to another target
+    return not is_restricted and bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 
 class NeonDot:
@@ -161,10 +167,49 @@ class WideDot:
         return builder.sitofp(total, ir.VectorType(F32, 16))
 
 
+class VnniDot:
+    """Emission of sums in vectors of 16 columns, by the AVX-512 instruction `vpdpbusd`.
+
+    The instruction multiplies unsigned by signed bytes. Signed weights are raised by 128, and 128 times the
+    bytes of the row are subtracted again.
+    """
+
+    width = 16
+    sums, products = ir.VectorType(I32, 16), ir.VectorType(I8, 64)
+    _raise = ir.Constant(sums, [0x80808080 - 2**32] * 16)  # 128 in every byte
+
+    def __init__(self, has_signed_weights: bool) -> None:
+        self._has_signed_weights = has_signed_weights
+        self.name = "vnni_signed" if has_signed_weights else "vnni"
+
+    def weights(self, builder: Any, products: Any) -> Any:
+        words = builder.bitcast(products, self.sums)
+        return builder.xor(words, self._raise) if self._has_signed_weights else words
+
+    def row(self, builder: Any, addr: Any, steps: int) -> list[Any]:
+        places = [builder.inttoptr(builder.add(addr, I64(GROUP * step)), PTR) for step in range(steps)]
+        return [splat(builder, builder.load(where, typ=I32, align=1), self.sums) for where in places]
+
+    def add(self, builder: Any, total: Any, weights: Any, row: Any) -> Any:
+        multiply = llvm("llvm.x86.avx512.vpdpbusd.512", self.sums, [self.sums] * 3)  # sums, unsigned, signed
+        total = multiply(builder, [total, weights, row])
+        if not self._has_signed_weights:
+            return total
+        return builder.sub(total, multiply(builder, [self.small_zero(), self._raise, row]))
+
+    def small_zero(self) -> ir.Constant:
+        return ir.Constant(self.sums, [0] * 16)
+
+    def small_to_float(self, builder: Any, total: Any) -> Any:
+        return builder.sitofp(total, ir.VectorType(F32, 16))
+
+
 @cache
-def select_dot() -> Dot:
-    """Return the dot products of this machine."""
-    return NeonDot() if has_dot_product() else WideDot()
+def select_dot(has_signed_weights: bool) -> Dot:
+    """Return the dot products of this machine; all machines of a kind store the same strips."""
+    if has_dot_product():
+        return NeonDot()
+    return VnniDot(has_signed_weights) if has_vnni() else WideDot()
 
 
 def splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:

@@ -105,7 +105,7 @@ def make_linear(out_bf16: bool, dot: Dot) -> Kernel:
 
 def pack(data: Tensor, scales: Tensor) -> PackedWeight:
     """Pack int8 [N, K] with scales [N]."""
-    strips = pack_strips(data, select_dot().width)
+    strips = pack_strips(data, select_dot(has_signed_weights=True).width)
     return PackedWeight(strips, data.shape[1], (scales.float().clone().contiguous(),))
 
 
@@ -117,5 +117,5 @@ FORMAT = QuantizedFormat(
     quantize_rows=lambda packed, dtype: QUANTIZE_ROWS[dtype == torch.bfloat16],
     row_bytes=lambda packed: padded_depth(packed.depth),
     row_floats=lambda packed: 1,
-    kernel=lambda packed, out_bf16: make_linear(out_bf16, select_dot()),
+    kernel=lambda packed, out_bf16: make_linear(out_bf16, select_dot(has_signed_weights=True)),
 )
