@@ -25,9 +25,8 @@ _PREFETCH = 4096  # bytes ahead in B; one row alone does not hide the memory lat
 def _panel_of(rows: int, bf16: bool) -> Any:
     """Return an intrinsic (a, a_stride, b, b_stride, c, c_stride, steps) for a fixed number of rows."""
     has_avx512 = bool(binding.get_host_cpu_features().get("avx512f"))
-    vectors = (
-        VECTORS if has_avx512 or rows == 1 else 1
-    )  # more sums than registers are slower than more passes
+    # several passes are faster than more sums than the registers hold
+    vectors = VECTORS if has_avx512 or rows == 1 else 1
 
     def build(builder: Any, args: Any) -> None:
         for first in range(0, VECTORS, vectors):
