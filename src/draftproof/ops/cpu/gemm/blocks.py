@@ -128,9 +128,7 @@ FORMAT = QuantizedFormat(
     quantize_rows=lambda packed, dtype: quantize_blocks(packed.layout.row_floats, dtype == torch.bfloat16),
     row_bytes=lambda packed: packed.depth,
     row_floats=lambda packed: packed.depth // BLOCK * packed.layout.row_floats,
-    kernel=lambda packed, out_bf16: make_linear(
-        packed.layout, out_bf16, select_dot(not packed.layout.is_4bit)
-    ),
+    kernel=lambda packed, out_bf16: select_kernel(packed.layout, out_bf16),
     layout=BlockLayout,
     embed=lambda packed, dtype: embed_blocks(packed.layout, dtype == torch.bfloat16),
 )
