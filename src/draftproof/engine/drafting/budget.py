@@ -110,7 +110,7 @@ class DraftBudget:
         """
         self._num_steps += 1
         self._apply_results()
-        num_fixed = np.count_nonzero(self._columns[IS_FIXED, slots]) if self._has_fixed else 0
+        num_fixed = int(np.count_nonzero(self._columns[IS_FIXED, slots])) if self._has_fixed else 0
         if num_fixed == len(slots):
             return self._choose_all(slots, max_drafts)
         cost = self._cost
