@@ -48,8 +48,8 @@ class EngineConfig:
         "arithmetic of linear layers. `auto`: a GGUF file on the CPU is computed from its blocks as they are "
         "stored, every other model in `dtype`. `none`: weights are unpacked to `dtype`. Made on load: "
         "`int8`, `fp8` (weights per output channel, activations per token), `int4` (CPU: groups of 32, "
-        "activations in int8 per group; GPU: groups of 128, activations in bf16). `gguf`: the blocks of a "
-        "GGUF file, with the backend `cpu`, `torch` or `reference`",
+        "activations in int8 per group; not on a GPU yet). `gguf`: the blocks of a GGUF file, with the "
+        "backend `cpu`, `torch` or `reference`",
         choices=("auto", "none", "int8", "fp8", "int4", "gguf"),
     )
     kv_cache_dtype: str = option(
