@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import wraps
 
 import pytest
 import torch
@@ -19,7 +20,14 @@ MAX_TIMED_ROWS = 16
 warmup.TIMING_ROUNDS = 1
 warmup.sample_row_counts = lambda max_rows: [1, max_rows]
 _run_forward = warmup.WarmUp.run_forward
-warmup.WarmUp.run_forward = lambda self, size: _run_forward(self, min(size, MAX_TIMED_ROWS))  # type: ignore[method-assign]
+
+
+@wraps(_run_forward)
+def _run_small_forward(self: warmup.WarmUp, size: int) -> None:
+    _run_forward(self, min(size, MAX_TIMED_ROWS))
+
+
+warmup.WarmUp.run_forward = _run_small_forward  # type: ignore[method-assign]
 compiler.COMPILE_SECONDS = 120.0  # on a loaded machine
 
 # Test files that take longest, in order: xdist workers that share the files then finish together.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from inspect import unwrap
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def watch_products(engine: Any) -> Any:
     """Count the products of forward passes and their logits."""
     with torch.inference_mode(), Products(engine.ops).watched() as products:
         for size in SIZES:
-            WarmUp(engine.loop.device).run_forward(size)
+            unwrap(WarmUp.run_forward)(WarmUp(engine.loop.device), size)  # without the limit of conftest.py
     return products
 
 
