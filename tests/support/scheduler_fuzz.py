@@ -369,8 +369,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             fuzz.check_empty()
 
 
-def run_state_machine() -> None:
-    run_state_machine_as_test(SchedulerMachine, settings=HYPOTHESIS)
+def run_state_machine(max_examples: int = HYPOTHESIS.max_examples) -> None:
+    run_state_machine_as_test(SchedulerMachine, settings=settings(HYPOTHESIS, max_examples=max_examples))
 
 
 def run_fuzz() -> None:
