@@ -29,8 +29,8 @@ MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 64  # steps between probes
 FIRST_PROBE_LENGTH = 2  # drafts of a new request's first step with drafts, while such drafts are accepted
 MIN_FIRST_PROBE_RATE = 0.1  # acceptance rate of the prior below which a new request is not probed at once
 PROBE_TIME_SHARE = 0.01  # of the time, for probes: it sets the interval between those limits
-FIRST_PLAIN_STEPS, FIRST_PLAIN_STEP_INTERVAL = 4, 4  # steps without drafts at first, every 4th step
-PLAIN_STEP_INTERVAL = 32  # steps between steps without drafts,
+FIRST_PLAIN_STEPS, FIRST_PLAIN_INTERVAL_STEPS = 4, 4  # steps without drafts at first, every 4th step
+PLAIN_INTERVAL_STEPS = 32  # steps between steps without drafts,
 MAX_PLAIN_STEP_SPEEDUP = 1.3  # where drafts are expected to gain no more than this factor
 HOLD_STEPS = 3  # steps for which a decision holds while the batch stays the same
 MAX_HOLD_STEPS = 8  # if the host is the bottleneck: also while requests start and end
@@ -121,14 +121,14 @@ class DraftBudget:
             self._new_request_drafts = MAX_SPECULATIVE_TOKENS
             return self._choose_all(slots, max_drafts)
         decay = 1 - (1 - DECAY) ** (self._num_steps - self._decided_at)
-        gains, worth, rows = budget_kernels.expected_gains(
+        gains, flat_gains, rows = budget_kernels.expected_gains(
             self._columns, self._posteriors, slots, max_drafts, decay
         )
-        worth.sort()  # NumPy's sort is faster than numba's
+        flat_gains.sort()  # NumPy's sort is faster than numba's
         next_probe = self._last_probe + self._probe_interval(len(slots), draft_cost)
         is_probe_due = self._num_steps >= next_probe
         found: budget_kernels.Assignment = budget_kernels.plan_drafts(
-            self._columns, self._posteriors, slots, max_drafts, gains, worth, rows,
+            self._columns, self._posteriors, slots, max_drafts, gains, flat_gains, rows,
             cost.table, context, floor, draft_cost, is_probe_due,
         )  # fmt: skip
         self._new_request_drafts = found.new_request_drafts
@@ -151,8 +151,8 @@ class DraftBudget:
             return False
         num_steps = self._num_steps - self._last_plain_step
         if self._cost.num_plain_steps < FIRST_PLAIN_STEPS:
-            return num_steps >= FIRST_PLAIN_STEP_INTERVAL
-        return found.speedup < MAX_PLAIN_STEP_SPEEDUP and num_steps >= PLAIN_STEP_INTERVAL
+            return num_steps >= FIRST_PLAIN_INTERVAL_STEPS
+        return found.speedup < MAX_PLAIN_STEP_SPEEDUP and num_steps >= PLAIN_INTERVAL_STEPS
 
     def _probe_interval(self, num_requests: int, draft_cost: float) -> int:
         """Return the steps between probes, so that one draft for each request takes PROBE_TIME_SHARE."""
@@ -189,10 +189,12 @@ class DraftBudget:
         is_free = self._cost.row_seconds(num_rows) <= self._floor  # the host takes longer
         if num_rows <= room or is_free or not self._cost.size(rows):
             return drafts
-        gains, worth, rows = budget_kernels.draft_gains(self._columns, self._posteriors, slots, drafts, rows)
-        worth.sort()
+        gains, flat_gains, rows = budget_kernels.draft_gains(
+            self._columns, self._posteriors, slots, drafts, rows
+        )
+        flat_gains.sort()
         kept, _, _ = budget_kernels.choose_drafts(
-            self._columns, slots, drafts, gains, worth, rows,
+            self._columns, slots, drafts, gains, flat_gains, rows,
             self._cost.table, self._context, self._floor, 0.0,
         )  # fmt: skip
         return kept  # type: ignore[no-any-return]

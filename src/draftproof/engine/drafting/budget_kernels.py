@@ -81,35 +81,42 @@ def update_posteriors(columns, posteriors, slots):  # type: ignore[no-untyped-de
 
 
 @compiled
+def expected_survival(weights, n):  # type: ignore[no-untyped-def]
+    """Return the probability that draft `n`, counted from 0, is reached and accepted; weights [RATES]."""
+    survival = 0.0
+    for r in range(NUM_RATES):
+        survival += weights[r] * POWERS[r, n]
+    return survival
+
+
+@compiled
 def draft_gains(columns, posteriors, slots, max_drafts, rows):  # type: ignore[no-untyped-def]
-    """Return what drafts are worth, for up to `max_drafts` [B] drafts beside `rows` rows.
+    """Return the gains of drafts, for up to `max_drafts` [B] drafts beside `rows` rows.
 
     gains [B, K]: logarithm of the factor by which a draft raises the expected tokens of its request; 0 for
-    fixed requests and for drafts below MIN_SURVIVAL. worth [N]: those above 0. rows: rows that do not depend
-    on the choice. A probe gets a low gain of its own: it takes a free row, but no larger step.
+    fixed requests and for drafts below MIN_SURVIVAL. flat_gains [N]: those above 0. rows: rows that do not
+    depend on the choice. A probe gets a low gain of its own: it takes a free row, but no larger step.
     """
     width = 1
     for b in range(len(max_drafts)):
         width = max(width, max_drafts[b])
-    gains, worth, count = np.zeros((len(slots), width)), np.empty(len(slots) * width), 0
+    gains, flat_gains, count = np.zeros((len(slots), width)), np.empty(len(slots) * width), 0
     for b in range(len(slots)):
         s, tokens = slots[b], 1.0
         if columns[IS_FIXED, s]:
             rows += max_drafts[b]
             continue
         for n in range(max_drafts[b]):
-            survival = 0.0
-            for r in range(NUM_RATES):
-                survival += posteriors[s, r] * POWERS[r, n]
+            survival = expected_survival(posteriors[s], n)
             if columns[IS_PROBED, s]:
                 survival = max(survival, 2 * MIN_SURVIVAL)
             if survival <= MIN_SURVIVAL:
                 break
             gains[b, n] = np.log1p(survival / tokens)
             tokens += survival
-            worth[count] = gains[b, n]
+            flat_gains[count] = gains[b, n]
             count += 1
-    return gains, worth[:count], rows
+    return gains, flat_gains[:count], rows
 
 
 @compiled
@@ -126,23 +133,23 @@ def expected_gains(columns, posteriors, slots, max_drafts, decay):  # type: igno
 
 @compiled
 def best_draft_count(  # type: ignore[no-untyped-def]
-    table, worth, rows, requests, context, floor, draft_cost, width
+    table, flat_gains, rows, requests, context, floor, draft_cost, width
 ):
     """Return the number of drafts with the highest mean speed, and that speed over the one without drafts.
 
     The mean is geometric, over the requests: a step that takes longer slows those without drafts too, and
-    the slowest request of a batch ends it. worth [N], ascending: of `draft_gains`. context: seconds besides
-    rows. floor: seconds that rows take at least. draft_cost: seconds of the draft model for windows of
-    `width` drafts; fewer drafts than that need fewer rounds.
+    the slowest request of a batch ends it. flat_gains [N], ascending: of `draft_gains`. context: seconds
+    besides rows. floor: seconds that rows take at least. draft_cost: seconds of the draft model for windows
+    of `width` drafts; fewer drafts than that need fewer rounds.
     """
-    num_drafts, count, gained, best, best_score = len(worth), 0, 0.0, 0, 0.0
+    num_drafts, count, gained, best, best_score = len(flat_gains), 0, 0.0, 0, 0.0
     smallest = np.searchsorted(table[0], rows)
     plain_seconds = max(table[1, min(smallest, table.shape[1] - 1)], floor) + context
     for at in range(smallest, table.shape[1]):
         room = min(int(table[0, at]) - rows, num_drafts)
         while count < room:
             count += 1
-            gained += worth[num_drafts - count]
+            gained += flat_gains[num_drafts - count]
         rounds_share = min(count, width) / width
         seconds = max(table[1, at] + rounds_share * draft_cost, floor) + context
         score = gained / requests - np.log(seconds / plain_seconds)
@@ -155,20 +162,20 @@ def best_draft_count(  # type: ignore[no-untyped-def]
 
 @compiled
 def choose_drafts(  # type: ignore[no-untyped-def]
-    columns, slots, max_drafts, gains, worth, rows, table, context, floor, draft_cost
+    columns, slots, max_drafts, gains, flat_gains, rows, table, context, floor, draft_cost
 ):
     """Return the drafts [B] with the highest mean speed.
 
     Also returned: the gain of the least likely of them, and the speed-up of `best_draft_count`.
-    gains, worth, rows: of `draft_gains`, worth ascending. A fixed request gets all its drafts.
+    gains, flat_gains, rows: of `draft_gains`, flat_gains ascending. A fixed request gets all its drafts.
     """
     drafts = np.zeros(len(slots), np.int64)
     count, speedup = best_draft_count(
-        table, worth, rows, len(slots), context, floor, draft_cost, gains.shape[1]
+        table, flat_gains, rows, len(slots), context, floor, draft_cost, gains.shape[1]
     )
     threshold, excess = np.inf, -count
     if count:
-        threshold = worth[len(worth) - count]
+        threshold = flat_gains[len(flat_gains) - count]
         for b in range(len(slots)):
             while drafts[b] < gains.shape[1] and gains[b, drafts[b]] >= threshold:
                 drafts[b] += 1
@@ -190,7 +197,7 @@ def plan_drafts(  # type: ignore[no-untyped-def]
     slots,
     max_drafts,
     gains,
-    worth,
+    flat_gains,
     rows,
     table,
     context,
@@ -204,7 +211,7 @@ def plan_drafts(  # type: ignore[no-untyped-def]
     follows at once, with twice the length.
     """
     assigned, threshold, speedup = choose_drafts(
-        columns, slots, max_drafts, gains, worth, rows, table, context, floor, draft_cost
+        columns, slots, max_drafts, gains, flat_gains, rows, table, context, floor, draft_cost
     )
     drafts, num_assigned, has_probes = assigned.copy(), 0, False
     for b in range(len(slots)):
@@ -224,9 +231,7 @@ def new_request_drafts(prior, threshold):  # type: ignore[no-untyped-def]
     """Return how many drafts of a new request have a gain of at least `threshold`."""
     count, tokens, gain = 0, 1.0, np.inf
     while count < MAX_DRAFTS and gain >= threshold:
-        survival = 0.0
-        for r in range(NUM_RATES):
-            survival += POWERS[r, count] * prior[r]
+        survival = expected_survival(prior, count)
         gain = np.log1p(survival / tokens)
         tokens += survival
         count += gain >= threshold
