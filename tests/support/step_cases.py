@@ -115,7 +115,7 @@ class Size:
 class Step:
     """Random slots, a plan for them, and their windows."""
 
-    def __init__(self, seed: int, size: Size = Size()) -> None:  # noqa: B008 - frozen
+    def __init__(self, seed: int, size: Size = Size()) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.size = size
         self.columns = self._columns()
