@@ -47,7 +47,7 @@ class Tiny:
             q = ops.forward.rope_store(qkv, rows, attention, self.rope, self.caches[i], 1e-5)
             h = ops.forward.linear(ops.forward.attention(q, rows, heads, self.caches[i]), layer["o"])
             h, x = ops.forward.add_rms_norm(h, x, layer["n2"], 1e-5)
-            h = ops.forward.linear(ops.forward.silu_mul(ops.forward.linear(h, layer["gu"])), layer["down"])
+            h = ops.forward.linear(ops.forward.act_mul(ops.forward.linear(h, layer["gu"])), layer["down"])
         normed, _ = ops.forward.add_rms_norm(h, x, self.layers[0]["n1"], 1e-5)
         return ops.forward.linear(normed, self.head, torch.float32)
 

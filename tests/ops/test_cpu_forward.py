@@ -194,6 +194,7 @@ def test_wrong_shapes_and_dtypes_are_rejected(call: Any) -> None:
         call(make("fp32")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low", (0, -8))
 def test_quantized_linear_without_the_dot_product_instruction_has_the_same_bits(
     low: int, monkeypatch: pytest.MonkeyPatch

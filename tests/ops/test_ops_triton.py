@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -21,9 +22,13 @@ from draftproof.errors import ConfigError
 from draftproof.ops import resolve
 
 SUPPORT = Path(__file__).parents[1] / "support"
+MODULES = (
+    *("triton_checks", "triton_layer_checks", "triton_kv_checks"),
+    *("triton_latent_checks", "triton_moe_checks"),
+)
 CHECKS = [
     (module, node.name)
-    for module in ("triton_checks", "triton_layer_checks", "triton_kv_checks")
+    for module in MODULES
     for node in ast.parse((SUPPORT / f"{module}.py").read_text()).body
     if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "check" for d in node.decorator_list)
 ]
@@ -33,7 +38,10 @@ CHECKS = [
 def failures(module: str) -> dict[str, str]:
     """Return the failure of each check of a module, "" if there is none."""
     code = f"import sys; sys.path[:0] = {[str(SUPPORT), *sys.path]!r}; import {module}; {module}.main([])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=3600)
+    interpreted = {**os.environ, "TRITON_INTERPRET": "1"}  # in whatever order modules are imported
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=3600, env=interpreted
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -58,6 +58,7 @@ def test_saved_tiles_are_loaded_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert path == tmp_path / "tiles" / "nvidia-geforce-rtx-4090.json"
     first = {TileKey("dense", 64, 128, "bf16", 16): Tile(16, 16, 64, 2, 3)}
     second = {TileKey("fused", 64, 128, "bf16", ANY_ROWS): Tile(64, 16, 64, 4, 4, True)}
+    second[TileKey("experts_gate_up", 64, 128, "bf16", 32, 128, 8)] = Tile(16, 32, 128, 4, 4)
     save_tiles(path, "NVIDIA GeForce RTX 4090", first)
     save_tiles(path, "NVIDIA GeForce RTX 4090", second)
     assert load_tiles(path) == first | second == initial_tiles("NVIDIA GeForce RTX 4090", (8, 9))
@@ -172,10 +173,10 @@ def test_kernel_is_selected_only_for_listed_weight_formats() -> None:
     bf16, fp32 = packed(128, 64), packed(128, 64, torch.float32)
     assert bf16.kind is WeightKind.BF16 and fp32.kind is WeightKind.FP32
     assert selector.select_gemm(bf16, x) is GemmPath.TRITON
-    assert selector.select_gemm(bf16, x, Epilogue.SILU_MUL) is GemmPath.TRITON_FUSED
-    assert selector.select_gemm(fp32, x.float(), Epilogue.SILU_MUL) is GemmPath.TRITON
+    assert selector.select_gemm(bf16, x, Epilogue.ACT_MUL) is GemmPath.TRITON_FUSED
+    assert selector.select_gemm(fp32, x.float(), Epilogue.ACT_MUL) is GemmPath.TRITON
     assert not supports_fused(bf16, 4, Epilogue.ROPE_STORE, head_dim=24)
-    assert not supports_fused(bf16, 513, Epilogue.SILU_MUL)
+    assert not supports_fused(bf16, 513, Epilogue.ACT_MUL)
     unknown = PackedLinear(torch.zeros((128, 64), dtype=torch.int8), None)
     assert not any(supports_fused(unknown, 4, epilogue, 64) for epilogue in Epilogue)
     with pytest.raises(ConfigError, match="no GEMM kernel reads"):

@@ -82,7 +82,7 @@ class Paged:
         max_pages = max(-(-n // page_size) for n in lengths)
         order = 1 + torch.randperm(len(lengths) * max_pages, generator=random)
         self.page_table = order.view(len(lengths), max_pages).to(torch.int32)
-        layout = KVLayout(1, heads.num_kv, heads.dim, dtype)
+        layout = KVLayout(1, heads.num_kv, heads.dim, dtype, planes=1 if heads.value_dim else 2)
         (self.cache,) = layout.allocate(len(order) + 1, page_size, CPU)
         if kv_format(dtype) is None:
             self.cache.fill_(torch.nan)
@@ -92,6 +92,9 @@ class Paged:
         rows = [torch.randn((2, heads.num_kv, heads.dim), generator=random) for _ in self.pool]
         places = torch.tensor([self.place(slot, p) for slot, p in self.pool])
         keys, values = torch.stack(rows, 1)
+        if heads.value_dim:
+            self.cache[0, places // page_size, places % page_size] = keys.to(dtype)
+            return
         stored = torch.float32 if kv_format(dtype) else dtype
         store_kv(self.cache, places, keys.to(stored), values.to(stored))
 

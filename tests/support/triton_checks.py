@@ -85,6 +85,27 @@ def _patch_tensor(tensor, scope):  # type: ignore[no-untyped-def]
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+class _Launch:
+    """Patches of the language during one launch.
+
+    The interpreter repeats them at each call of a device function, which took half of the time.
+    """
+
+    scope: Any = None
+    modules: set[str] = set()  # triton.language and parts of it that are patched
+
+    def patch(self, function):  # type: ignore[no-untyped-def]
+        """Patch the modules that a function refers to, unless this launch has done so."""
+        if self.scope is None or not self.scope._changes:  # restored: that launch has ended
+            self.scope, self.modules = interpreter._LangPatchScope(), set()
+        names = {value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core}
+        if not names <= self.modules:
+            self.scope._changes += _plain_patch_lang(function)._changes
+            self.modules |= names
+        return self.scope
+
+
+_plain_patch_lang, interpreter._patch_lang = interpreter._patch_lang, _Launch().patch
 _plain_cast, _plain_patch = interpreter.InterpreterBuilder.cast_impl, interpreter._patch_lang_tensor
 interpreter._patch_lang_tensor = _patch_tensor
 interpreter.InterpreterBuilder.cast_impl = _cast
@@ -196,7 +217,7 @@ def quantized_linear_with_an_epilogue_has_the_bits_of_two_ops() -> None:
         assert torch.equal(total, same) and torch.equal(ops.forward.linear(given, packed), plain)
         alone = ops.forward.linear(ops.forward.rms_norm_input(x, norm, 1e-6, packed), packed)
         assert torch.equal(alone, ops.forward.linear(ops.forward.rms_norm(x, norm, 1e-6), packed))
-        assert torch.equal(ops.forward.linear_silu_mul(given, packed), ops.forward.silu_mul(plain))
+        assert torch.equal(ops.forward.linear_act_mul(given, packed), ops.forward.act_mul(plain))
         if packed.columns != (heads.num_q + 2 * heads.num_kv) * heads.dim:
             continue
         attention, paged = Attention(heads, packed, None), [Paged(heads, [40], dtype) for _ in range(2)]
@@ -236,7 +257,7 @@ def weight_loaded_first_does_not_change_bits() -> None:
             with mock.patch.multiple(dense, **patch), mock.patch.multiple(fused, **patch):
                 out = torch.empty(5, 40, dtype=dtype)
                 ops.forward.gemm(x, packed, out, tile=tile)
-                gated = fused.linear_silu_mul(x, packed, torch.empty(5, 20, dtype=dtype), False, tile)
+                gated = fused.linear_act_mul(x, packed, torch.empty(5, 20, dtype=dtype), False, tile)
                 found.append((bits(out), bits(gated)))
         assert found[0] == found[1], depth
 
@@ -264,15 +285,15 @@ def elementwise() -> None:
             assert_close(got[0], want[0], dtype)
             assert torch.equal(got[1], want[1])
             both = 4 * randn(5, 2 * width, seed=4, dtype=dtype)
-            assert_close(ops.forward.silu_mul(both), ref.forward.silu_mul(both), dtype)
+            assert_close(ops.forward.act_mul(both), ref.forward.act_mul(both), dtype)
             assert torch.equal(ops.forward.embed(torch.tensor([4, 0, 4]), x), x[[4, 0, 4]])
             assert not len(ops.forward.rms_norm(x[:0], weight, 1e-6))
-            assert not len(ops.forward.silu_mul(both[:0])) + len(ops.forward.embed(torch.arange(0), x))
+            assert not len(ops.forward.act_mul(both[:0])) + len(ops.forward.embed(torch.arange(0), x))
             joined = (torch.arange(0), x, weight, x[:0], weight, 1e-6)
             assert ops.forward.embed_norm_concat(*joined).shape == (0, 2 * width)
     gate = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1.0, -1.0])
     both = torch.cat([gate, torch.ones(8)])[None]
-    assert_close(ops.forward.silu_mul(both), ref.forward.silu_mul(both), torch.float32)
+    assert_close(ops.forward.act_mul(both), ref.forward.act_mul(both), torch.float32)
     x, weight = randn(9, 45), randn(45, seed=1)
     batches = [list(range(9)), [7, 3]]
     assert_batch_invariant(lambda at: ops.forward.rms_norm(x[at], weight, 1e-6), 9, batches)
@@ -440,8 +461,8 @@ def fused_gemm_has_the_bits_of_separate_ops() -> None:
             product = ops.forward.linear(x, packed)
             want = ops.forward.rope_store(product, rows, attention, rope, caches[1], 1e-6)
             assert bits(got) == bits(want) and bits(caches[0]) == bits(caches[1])
-            want = ops.forward.silu_mul(ops.forward.linear(x, packed))
-            assert bits(ops.forward.linear_silu_mul(x, packed)) == bits(want)
+            want = ops.forward.act_mul(ops.forward.linear(x, packed))
+            assert bits(ops.forward.linear_act_mul(x, packed)) == bits(want)
 
 
 @check
@@ -587,7 +608,7 @@ def wrong_arguments_raise() -> None:
         lambda: ops.forward.linear(x.double(), weight),
         lambda: ops.forward.linear(x, weight, torch.float64),
         lambda: ops.forward.rms_norm(x, torch.ones(8), 1e-6),
-        lambda: ops.forward.silu_mul(x[:, :15]),
+        lambda: ops.forward.act_mul(x[:, :15]),
         lambda: ops.sampling.top(x, 17),
         lambda: ops.sampling.rank(x, torch.zeros(2, dtype=torch.int64)),
         lambda: ops.sampling.argmax(x.half()),

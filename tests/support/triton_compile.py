@@ -21,9 +21,20 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from draftproof.models.layers import run_layers
-from draftproof.ops import Attention, AttentionShape, KVLayout, Layer, Mlp, Rows
+from draftproof.ops import (
+    Attention,
+    AttentionShape,
+    KVLayout,
+    LatentAttention,
+    Layer,
+    Mlp,
+    Moe,
+    Routing,
+    Rows,
+)
 from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions
 from draftproof.ops.contract.kv_layout import KV_FORMATS
+from draftproof.ops.contract.types import ACTIVATIONS
 from draftproof.ops.triton import kernel_utils
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm.weight import PackedLinear
@@ -42,7 +53,6 @@ TYPES = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8",
     torch.float16: "*fp16",
-    torch.float8_e4m3fn: "*fp8e4nv",
 }
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 seen: set[str] = set()
@@ -57,7 +67,7 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
     for index, parameter in enumerate(self.params):
         value = given[parameter.name]
         fixed = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
-        if parameter.is_constexpr or fixed:
+        if parameter.is_constexpr or fixed or value is None:
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
@@ -98,21 +108,38 @@ def forward(
     ops.forward.embed(column, x)
     ops.forward.rms_norm(x, weight, 1e-6)
     ops.forward.add_rms_norm(x, x, weight, 1e-6)
-    ops.forward.silu_mul(x)
+    ops.forward.act_mul(x)
     rope = torch.empty((64, heads.dim))
     qkv = torch.empty((rows, width), dtype=dtype)
     for norms in ((None, None), (norm, norm)):
         ops.forward.rope_store(qkv, these, Attention(heads, None, None, *norms), rope, cache, 1e-6)
     packed = PackedLinear(torch.empty((width, hidden), dtype=dtype), None)
     ops.forward.linear_rope_store(x, these, Attention(heads, packed, None), rope, cache, 1e-6)
-    ops.forward.linear_silu_mul(x, packed)
+    ops.forward.linear_act_mul(x, packed)
     q = qkv[:, : heads.num_q * heads.dim].contiguous()
     ops.forward.attention(q, these, heads, cache)
+    for_families(ops, x, packed, Attention(heads, None, None), qkv)
+    ops.forward.attention(q, these, heads, cache, torch.empty(heads.num_q))
     for form in KV_FORMATS.values():
         if form.dtype != torch.float8_e4m3fn or CAPABILITY >= 89:
             (cache,) = KVLayout(1, heads.num_kv, heads.dim, form.dtype).allocate(8, 16, CPU)
             ops.forward.rope_store(qkv, these, Attention(heads, None, None), rope, cache, 1e-6)
             ops.forward.attention(q, these, heads, cache)
+
+
+def for_families(
+    ops: TritonOps, x: torch.Tensor, packed: PackedLinear, attention: Attention, qkv: torch.Tensor
+) -> None:
+    """Call the ops that only some model families use."""
+    heads = attention.heads
+    for activation in ACTIVATIONS[1:]:
+        ops.forward.act_mul(x, activation)
+        ops.forward.linear_act_mul(x, packed, activation)
+    ops.forward.add(x, x)
+    ops.forward.scale(x, 0.22)
+    q_norm = torch.empty(heads.num_q * heads.dim, dtype=x.dtype)
+    k_norm = torch.empty(heads.num_kv * heads.dim, dtype=x.dtype)
+    ops.forward.row_norms(qkv, replace(attention, q_row_norm=q_norm, k_row_norm=k_norm), 1e-6)
 
 
 def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
@@ -210,8 +237,55 @@ def quantized(ops: TritonOps, rows: int, columns: int, depth: int) -> None:
     ):
         packed = ops.forward.pack_quantized(name, data, scales, None, points)
         ops.forward.linear(x, packed)
-        ops.forward.linear_silu_mul(x, packed)
+        ops.forward.linear_act_mul(x, packed)
         ops.forward.add_rms_norm_input(x, x, x[0], 1e-6, packed)
+
+
+def latent(ops: TritonOps, dtype: torch.dtype, rows: int, num_heads: int, rank: int) -> None:
+    """Call the ops of latent attention in DeepSeek's widths; rank 0: no low-rank queries."""
+    heads = AttentionShape(num_q=num_heads, num_kv=1, dim=576, scale=0.1, window=0, value_dim=512)
+    kv_up = torch.empty((num_heads, 256, 512), dtype=dtype)
+    norm = torch.empty(rank, dtype=dtype) if rank else None
+    attention = LatentAttention(
+        heads=heads,
+        nope_dim=128,
+        qkv=None,
+        q_norm=norm,
+        q_up=None,
+        latent_norm=torch.empty(512, dtype=dtype),
+        key_up=ops.forward.pack_heads(kv_up[:, :128].transpose(1, 2)),
+        value_up=ops.forward.pack_heads(kv_up[:, 128:]),
+        out=None,
+        rope_pairs=True,
+        norm_eps=1e-6,
+    )
+    column, table = torch.zeros(rows, dtype=torch.int64), torch.zeros((4, 512), dtype=torch.int32)
+    these, rope = Rows(column, column, column, column, table), torch.empty((64, 64))
+    (cache,) = KVLayout(1, 1, 576, dtype, planes=1).allocate(8, 16, CPU)
+    qkv = torch.empty((rows, attention.q_columns + 576), dtype=dtype)
+    q = ops.forward.latent_store(qkv, these, attention, rope, cache)
+    q = torch.empty((rows, num_heads * 192), dtype=dtype) if rank else q
+    queries = ops.forward.latent_queries(q, these, attention, rope)
+    values = ops.forward.attention(queries, these, heads, cache)
+    ops.forward.head_linear(values, attention.value_up)
+
+
+def experts(ops: TritonOps, rows: int, rule: Routing, hidden: int, inner: int) -> None:
+    """Call the ops of a mixture of experts, in bf16 and quantised."""
+    x, count = torch.empty((rows, hidden), dtype=torch.bfloat16), rule.num_experts
+    router = ops.forward.pack_router(torch.zeros((count, hidden), dtype=torch.bfloat16))
+
+    def weights(name: str, columns: int, depth: int) -> PackedLinear:
+        if name == "bf16":
+            return ops.forward.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
+        integers = torch.empty((columns, depth), dtype=torch.int8)
+        data = integers if name == "w8a8" else integers.view(torch.float8_e4m3fn)
+        return ops.forward.pack_quantized(name, data, torch.empty(columns))
+
+    for name in ("bf16", "w8a8", "fp8"):
+        gate_up, down = weights(name, count * 2 * inner, hidden), weights(name, count * hidden, inner)
+        ops.forward.moe(x, Moe(rule, router, gate_up, down))
+        ops.forward.moe_add_rms_norm(x, Moe(rule, router, gate_up, down), x, x[0], 1e-6)
 
 
 def main() -> None:
@@ -229,6 +303,10 @@ def main() -> None:
     ):
         for pdl in (False, CAPABILITY >= 90):
             ops = TritonOps(CPU, pdl=pdl)
+            for rows in (1, 4, 64, 600):
+                latent(ops, torch.bfloat16, rows, 16, 0)
+                latent(ops, torch.bfloat16, rows, 128, 1536)
+            latent(ops, torch.float32, 4, 16, 0)
             forward(ops, torch.bfloat16, 1, small, 576, 8192)
             forward(ops, torch.bfloat16, 64, small, 576, 8192)
             forward(ops, torch.bfloat16, 600, small, 576, 8192)
@@ -268,6 +346,10 @@ def main() -> None:
             for rows in (1, 64, 256, 1000):
                 for columns, depth in ((960, 576), (6144, 4096)):
                     quantized(ops, rows, columns, depth)
+        grouped = {"num_groups": 8, "top_groups": 4, "group_score": "top2_sum"}
+        for rows in (1, 64, 1000):
+            experts(ops, rows, Routing(num_experts=128, top_k=8), 512, 256)
+        experts(ops, 64, Routing(num_experts=256, top_k=8, scoring="sigmoid", **grouped), 256, 128)
         packed = ops.forward.pack_linear(torch.empty((960, 100)), torch.empty(960))
         for rows in (1, 64, 100):
             ops.forward.linear(torch.empty((rows, 100)), packed)

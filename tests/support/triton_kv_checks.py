@@ -1,4 +1,4 @@
-"""Checks of quantised KV formats under Triton's interpreter; `test_ops_triton` runs this file."""
+"""Checks under Triton's interpreter: quantised KV formats, and ops that only some families use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from draftproof.ops import AttentionShape
+from family_checks import check_activations, check_sinks, check_sums_and_norms
 from kv_checks import HEADS, KV_DTYPES, check_attention, check_rows_are_independent, check_stored_bytes
 from triton_checks import CHECKS, DTYPES, attention_kernels, check, ops, run_checks
 
@@ -36,6 +37,17 @@ def attention_equals_reference() -> None:
 def rows_do_not_depend_on_others() -> None:
     for kv_dtype in KV_DTYPES:
         check_rows_are_independent(ops, kv_dtype, torch.bfloat16, SMALL, length=68)
+
+
+@check
+def ops_of_families_equal_reference() -> None:
+    """Compare with the reference; attention also with tiles that loop over their spans."""
+    for dtype in DTYPES:
+        check_activations(ops, dtype)
+        check_sums_and_norms(ops, dtype)
+    check_sinks(ops, torch.float32)
+    with mock.patch.object(attention_kernels, "MAX_SPLIT_PROGRAMS", 1):
+        check_sinks(ops, torch.bfloat16)
 
 
 def main(only: list[str]) -> None:

@@ -7,11 +7,13 @@ table of backends and resolves device and backend names.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch as pytorch  # the subpackage `torch` takes that name here once it is imported
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.backend import Ops as Ops
+from draftproof.ops.contract.communicator import Communicator as Communicator
 from draftproof.ops.contract.kv_layout import KVLayout as KVLayout
 from draftproof.ops.contract.runtime import Runtime as Runtime
 from draftproof.ops.contract.sampling import STREAM_ACCEPT as STREAM_ACCEPT
@@ -20,12 +22,15 @@ from draftproof.ops.contract.sampling import STREAM_SAMPLE as STREAM_SAMPLE
 from draftproof.ops.contract.sampling import STREAM_SYNTHETIC as STREAM_SYNTHETIC
 from draftproof.ops.contract.types import Attention as Attention
 from draftproof.ops.contract.types import AttentionShape as AttentionShape
+from draftproof.ops.contract.types import LatentAttention as LatentAttention
 from draftproof.ops.contract.types import Layer as Layer
 from draftproof.ops.contract.types import Layout as Layout
 from draftproof.ops.contract.types import Mlp as Mlp
+from draftproof.ops.contract.types import Moe as Moe
 from draftproof.ops.contract.types import PackedState as PackedState
 from draftproof.ops.contract.types import PendingCopy as PendingCopy
 from draftproof.ops.contract.types import QuantizedTable as QuantizedTable
+from draftproof.ops.contract.types import Routing as Routing
 from draftproof.ops.contract.types import TokenLogprobs as TokenLogprobs
 from draftproof.registry import lookup
 from draftproof.types import Rows as Rows
@@ -53,8 +58,11 @@ def resolve_device(name: str) -> pytorch.device:
     return device
 
 
-def resolve(backend: str, device: pytorch.device, numerics: str = "exact") -> Ops:
-    """Return the backend by name; "auto" selects the fastest that the device supports."""
+def resolve(backend: str, device: pytorch.device, numerics: str = "exact", num_ranks: int = 1) -> Ops:
+    """Return the backend by name; "auto" selects the fastest that the device supports.
+
+    `num_ranks`: processes that share the device's threads, if it is a CPU.
+    """
     if backend == "auto":
         if device.type == "cpu" and find_spec("numba") is not None:
             backend = "cpu"
@@ -62,7 +70,9 @@ def resolve(backend: str, device: pytorch.device, numerics: str = "exact") -> Op
             backend = "triton"
         else:
             backend = "torch"
-    options = {} if numerics == "exact" else {"numerics": numerics}
+    options: dict[str, Any] = {} if numerics == "exact" else {"numerics": numerics}
+    if backend == "cpu" and num_ranks > 1:
+        options["threads"] = max(1, pytorch.get_num_threads() // num_ranks)
     ops: Ops = lookup(BACKENDS, backend, "backend")(device, **options)
     return ops
 

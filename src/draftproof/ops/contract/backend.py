@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from draftproof.ops.contract.communicator import Communicator
 from draftproof.ops.contract.draft_rounds import DraftRoundOps
 from draftproof.ops.contract.draft_search import DraftSearchOps
 from draftproof.ops.contract.forward import ForwardOps
@@ -37,3 +38,4 @@ class Ops:
         """Set the device; numerics "fast" permits the fastest kernels where they differ in bits."""
         self.device = device
         self.numerics = numerics
+        self.communicator = Communicator()

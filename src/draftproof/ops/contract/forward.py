@@ -12,11 +12,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.types import Attention, AttentionShape, FusedLayers, PackedState, QuantizedTable
+from draftproof.ops.contract.latent import LatentOps
+from draftproof.ops.contract.types import (
+    Attention,
+    AttentionShape,
+    FusedLayers,
+    Moe,
+    PackedState,
+    QuantizedTable,
+)
 from draftproof.types import Rows
 
 
-class ForwardOps(ABC):
+class ForwardOps(LatentOps, ABC):
     """Op family of the forward pass."""
 
     fused_rows_limit: ClassVar[int] = 16  # rows up to which one pass costs less than two passes on fewer rows
@@ -47,6 +55,13 @@ class ForwardOps(ABC):
     ) -> Any:
         """Pack a quantised weight of one of `weight_formats` for `linear`."""
         raise NotImplementedError(weight_format)
+
+    # Whether all experts of a mixture are packed as one weight [E N, K]; else `Moe` holds a tuple of weights.
+    stacks_experts: ClassVar[bool] = False
+
+    def pack_router(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Pack a router weight [E, K] for `router_logits`; its values are not rounded."""
+        return self.pack_linear(weight.float(), bias)
 
     # Identity of the packed form of quantised weights on this machine; None: it cannot be stored.
     packed_version: str | None = None
@@ -80,8 +95,26 @@ class ForwardOps(ABC):
         """Return (rms_norm(s), s) with s = x + residual rounded to x's dtype; both [R, D]."""
 
     @abstractmethod
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Compute silu(gate) * up [R, I] from gate_up [R, 2 I] (gate, then up)."""
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return x + residual, [R, D] each, rounded to x's dtype: the sum of `add_rms_norm`."""
+
+    @abstractmethod
+    def act_mul(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
+        """Compute act(gate) * up [R, I] from gate_up [R, 2 I] (gate, then up); see `ACTIVATIONS`."""
+
+    @abstractmethod
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """Multiply x [R, D] by the fp32 value of `factor`, rounded to x's dtype."""
+
+    def row_norms(self, qkv: Tensor, attention: Attention, eps: float) -> Tensor:
+        """Norm all q heads of a row of qkv [R, (num_q + 2 num_kv) * dim] together, and all k heads.
+
+        Weights: `q_row_norm` and `k_row_norm` of `attention`; v is copied.
+        """
+        q_norm, k_norm = attention.q_row_norm, attention.k_row_norm
+        assert q_norm is not None and k_norm is not None
+        q, k, v = qkv.split([len(q_norm), len(k_norm), len(k_norm)], 1)
+        return torch.cat([self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps), v], 1)
 
     @abstractmethod
     def rope_store(
@@ -95,24 +128,48 @@ class ForwardOps(ABC):
     ) -> Tensor:
         """Norm and rotate q and k (halves convention), store k and v, and return q [R, num_q * dim]."""
 
-    def check_kv_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027
+    def check_kv_dtype(self, dtype: torch.dtype) -> None:
         """Raise ConfigError if this device cannot store K and V in `dtype`, a quantised one."""
 
     @abstractmethod
-    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
-        """Attend from each row at position p to the keys 0..p of its slot: [R, num_q * dim]."""
+    def attention(
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend from each row at position p to the keys 0..p of its slot: [R, num_q * out_dim].
+
+        `sinks` [num_q] fp32: a logit of each head that takes part in the softmax without a value.
+        """
 
     # Two ops in one. A backend may use fewer kernels, with the same bits.
 
     def linear_rope_store(
         self, x: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
     ) -> Tensor:
-        """Compute `rope_store` of `linear` with the weight `attention.qkv`, x [R, hidden]."""
-        return self.rope_store(self.linear(x, attention.qkv), rows, attention, rope, cache, eps)
+        """Compute `rope_store` of `linear` with the weight `attention.qkv`, x [R, hidden].
 
-    def linear_silu_mul(self, x: Tensor, packed: Any) -> Tensor:
-        """Compute `silu_mul` of `linear`: x [R, K], weight [2 I, K] -> [R, I]."""
-        return self.silu_mul(self.linear(x, packed))
+        `row_norms` comes between, where there are such norms.
+        """
+        qkv = self.linear(x, attention.qkv)
+        if attention.q_row_norm is not None:
+            qkv = self.row_norms(qkv, attention, eps)
+        return self.rope_store(qkv, rows, attention, rope, cache, eps)
+
+    def linear_act_mul(self, x: Tensor, packed: Any, activation: str = "silu") -> Tensor:
+        """Compute `act_mul` of `linear`: x [R, K], weight [2 I, K] -> [R, I]."""
+        return self.act_mul(self.linear(x, packed), activation)
+
+    def router_logits(self, x: Tensor, packed: Any) -> Tensor:
+        """Multiply x [R, K] by a packed router in fp32: [R, E] fp32."""
+        return self.linear(x.float(), packed)
+
+    @abstractmethod
+    def moe(self, x: Tensor, moe: Moe) -> Tensor:
+        """Apply the experts that each row of x [R, hidden] selects, and the shared one: [R, hidden].
+
+        Router logits, scores and weights are fp32. The output of an expert, `linear` of `linear_act_mul`, is
+        fp32. A row's sum starts with its best expert, adds weight times output by descending rank, then the
+        shared expert, in fp32, and is rounded once. It depends on no other row.
+        """
 
     # Norms whose result is read by one weight. A backend may return the rows as its kernels for that weight
     # read them, e.g. quantised; only `linear` and the ops that contain it take such rows. Same bits.
@@ -126,6 +183,15 @@ class ForwardOps(ABC):
     ) -> tuple[Any, Tensor]:
         """Compute `add_rms_norm` with the norm as input of the packed weight `reader`."""
         return self.add_rms_norm(x, residual, weight, eps)
+
+    def moe_add_rms_norm(
+        self, x: Tensor, moe: Moe, residual: Tensor, weight: Tensor, eps: float, reader: Any = None
+    ) -> tuple[Any, Tensor]:
+        """Compute `add_rms_norm_input` of `moe`, x [R, hidden]; `reader` None: `add_rms_norm`."""
+        y = self.moe(x, moe)
+        if reader is None:
+            return self.add_rms_norm(y, residual, weight, eps)
+        return self.add_rms_norm_input(y, residual, weight, eps, reader)
 
     def embed_norm_concat(
         self,
@@ -145,7 +211,7 @@ class ForwardOps(ABC):
         """Return a kernel that runs all layers in one launch with the same bits, or None."""
         return None
 
-    def begin_pass(self, rows: Rows) -> None:  # noqa: B027
+    def begin_pass(self, rows: Rows) -> None:
         """Announce a forward pass over these rows, so that work shared by its layers is done once.
 
         A hint: an op called without it gives the same result.

@@ -1,6 +1,7 @@
 """Storage of K and V: the dtype of the activations, or a quantised format with a scale per token and KV head.
 
-The cache of a layer is [2, pages, page_size, num_kv, dim], K first, then V. In a quantised cache the last
+The cache of a layer is [2, pages, page_size, num_kv, dim], K first, then V; or [1, pages, page_size, 1, dim]
+where a value is part of its key, as in latent attention. In a quantised cache the last
 dimension counts bytes and is longer by the bytes of a scale. A page of it holds its elements [page_size,
 num_kv, dim], then their fp32 scales [num_kv, page_size], so that elements stay aligned and the scales of a
 head are adjacent. `split_page_bytes` returns both.
@@ -82,16 +83,17 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype  # of an element
+    planes: int = 2  # K and V; 1: a value is part of its key
 
     @property
     def bytes_per_token(self) -> int:
         """Return the bytes that one token takes in all layers, scales included."""
         row = row_elements(self.head_dim, self.dtype) * self.dtype.itemsize
-        return 2 * self.num_layers * self.num_kv_heads * row
+        return self.planes * self.num_layers * self.num_kv_heads * row
 
     def shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
         """Return the shape of one layer's cache."""
-        return 2, num_pages, page_size, self.num_kv_heads, row_elements(self.head_dim, self.dtype)
+        return self.planes, num_pages, page_size, self.num_kv_heads, row_elements(self.head_dim, self.dtype)
 
     def allocate(self, num_pages: int, page_size: int, device: torch.device) -> list[Tensor]:
         """Return zeroed caches, one per layer."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from draftproof.errors import ConfigError
+from draftproof.ops.contract.memory import TensorMemory
 from draftproof.ops.contract.types import PendingCopy
 
 T = TypeVar("T")
@@ -72,6 +74,15 @@ class Runtime:
             function()
             spent.append(time.perf_counter() - begin)
         return min(spent)
+
+    def releasable(self, tensors: Iterable[Tensor], has_content: bool) -> TensorMemory:
+        """Return the memory of tensors, moved to where it can be released; without content it may be zeroed.
+
+        It is called before any step is captured.
+        """
+        if self.device.type != "cpu":
+            raise ConfigError(f"memory on {self.device} is released by the backend triton alone: choose it")
+        return TensorMemory(tensors, has_content)
 
     def free_memory(self) -> int | None:
         """Return the bytes that can still be allocated on the device; None if unknown."""

@@ -48,6 +48,10 @@ class TokenLogprobs:
         return self
 
 
+# Gated activations of `ForwardOps.act_mul`, see `ops/reference/activations.py`.
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Shape and flags of an attention layer."""
@@ -57,6 +61,12 @@ class AttentionShape:
     dim: int
     scale: float
     window: int  # number of newest keys that are visible; 0: all
+    value_dim: int = 0  # a value is the first `value_dim` columns of its key; 0: it is stored apart, as wide
+
+    @property
+    def out_dim(self) -> int:
+        """Return the width of a head's result."""
+        return self.value_dim or self.dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,44 @@ class Attention:
     out: Any  # [hidden, num_q * dim]
     q_norm: Tensor | None = None  # [dim]
     k_norm: Tensor | None = None  # [dim]
+    # Norms of q and k over all heads together, before rope; both or none, and not beside norms of a head.
+    q_row_norm: Tensor | None = None  # [num_q * dim]
+    k_row_norm: Tensor | None = None  # [num_kv * dim]
+    sinks: Tensor | None = None  # [num_q] fp32: logit of each head that takes part in the softmax, no value
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Weights of latent attention (MLA) in the absorbed form, packed by the backend.
+
+    The cache holds one row a token for all heads: the normed latent, then the rotated rope key. The query of
+    a head is multiplied by the head's key projection, so that its product with a latent is its product with
+    the key. A value is the latent, and the result of a head is multiplied by the head's value projection.
+    """
+
+    heads: AttentionShape  # num_kv 1; dim: latent and rope columns; value_dim: latent columns
+    nope_dim: int  # columns of a query head before its rope columns
+    qkv: Any  # [q columns + dim, hidden]: queries or their low-rank input, then latent, then rope key
+    q_norm: Tensor | None  # [q rank]; None: `qkv` gives the queries
+    q_up: Any  # [num_q * (nope_dim + rope columns), q rank]; None: as above
+    latent_norm: Tensor  # [value_dim]
+    key_up: Any  # per head [value_dim, nope_dim]
+    value_up: Any  # per head [columns of a value, value_dim]
+    out: Any  # [hidden, num_q * columns of a value]
+    rope_pairs: bool  # rotary pairs are adjacent columns, not halves
+    norm_eps: float  # of `q_norm` and `latent_norm`
+
+    @property
+    def rope_dim(self) -> int:
+        """Return the number of rope columns of a query head or a key."""
+        return self.heads.dim - self.heads.value_dim
+
+    @property
+    def q_columns(self) -> int:
+        """Return the number of columns of `qkv` that belong to queries."""
+        if self.q_norm is not None:
+            return len(self.q_norm)
+        return self.heads.num_q * (self.nope_dim + self.rope_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +124,56 @@ class Mlp:
 
     gate_up: Any  # [2 I, hidden]: gate, then up
     down: Any  # [hidden, I]
+    activation: str = "silu"  # one of ACTIVATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Choice of the experts of a token from its router logits.
+
+    A score is the softmax of the logits or the sigmoid of a logit. The correction bias is added to the scores
+    for the choice alone. With groups, the experts are those of the `top_groups` best groups. Equal scores, of
+    experts and of groups, are ordered by ascending id.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: str = "softmax"  # or "sigmoid"
+    normalize: bool = True  # whether the weights of a token are divided by their sum
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"  # of a group's experts; or "top2_sum"
+    scale: float = 1.0  # of the weights, after normalisation
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """Mixture of experts, each a gated MLP, with weights packed by the backend."""
+
+    routing: Routing
+    router: Any  # [E, hidden], packed by `pack_router`
+    gate_up: Any  # E weights [2 I, hidden], one a tuple entry, or stacked: see `ForwardOps.stacks_experts`
+    down: Any  # E weights [hidden, I]
+    correction: Tensor | None = None  # [E] fp32
+    shared: Mlp | None = None  # applied to every token
+    shared_gate: Any = None  # [1, hidden], packed as a router; its sigmoid scales the shared expert
+    activation: str = "silu"  # of the experts, one of ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Decoder layer: a normed attention block, then a normed MLP, each added to the residual."""
+    """Decoder layer: an attention block, then an MLP, each added to the residual.
+
+    A norm before a block, after it, or both. Norms before a block read the residual.
+    """
 
     attention_norm: Tensor | None  # [hidden]; None: the attention reads the residual without a norm
-    attention: Attention
-    mlp_norm: Tensor  # [hidden]
-    mlp: Mlp
+    attention: Attention | LatentAttention
+    mlp_norm: Tensor | None  # [hidden]; None: the MLP reads the residual without a norm
+    mlp: Mlp | Moe
+    attention_output_norm: Tensor | None = None  # [hidden]: of the block's output, before the sum
+    mlp_output_norm: Tensor | None = None  # [hidden]
+    residual_scale: float = 1.0  # factor of both outputs before the sum
     # The first layer of an EAGLE-3 draft head reads [normed token embedding, normed residual].
     token_norm: Tensor | None = None  # [hidden]
     residual_is_normed: bool = False  # the residual around the attention is the normed row

@@ -47,9 +47,10 @@ def check_doubles(x: Tensor, rows: int) -> Tensor:
 
 def check_cache(cache: Tensor, heads: AttentionShape, dtype: torch.dtype) -> None:
     row = row_elements(heads.dim, cache.dtype)
-    if cache.dim() != 5 or cache.shape[0] != 2 or cache.shape[3:] != (heads.num_kv, row):
+    planes = 1 if heads.value_dim else 2
+    if cache.dim() != 5 or cache.shape[0] != planes or cache.shape[3:] != (heads.num_kv, row):
         raise ValueError(
-            f"cache is {tuple(cache.shape)}; wanted [2, pages, page_size, {heads.num_kv}, {row}]"
+            f"cache is {tuple(cache.shape)}; wanted [{planes}, pages, page_size, {heads.num_kv}, {row}]"
         )
     has_dtype = cache.dtype == dtype or kv_format(cache.dtype) is not None
     if not has_dtype or not cache.is_contiguous() or cache.numel() == 0:

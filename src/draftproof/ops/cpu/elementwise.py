@@ -9,9 +9,21 @@ import numpy as np
 
 from draftproof.ops.cpu.attention.kv import KV_FORMS, store_kv
 from draftproof.ops.cpu.jit import simd as v
-from draftproof.ops.cpu.jit.compile import Kernel, copy_bytes, device, f64_of_bits, kernel, load_i64, share
+from draftproof.ops.cpu.jit.compile import (
+    Kernel,
+    copy_bytes,
+    device,
+    f64_of_bits,
+    inlined,
+    kernel,
+    load_i64,
+    share,
+)
+from draftproof.ops.reference import activations
 
-_ZERO = np.float32(0.0)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_GELU_SLOPE, _GELU_CUBIC = np.float32(2 * activations.GELU_SLOPE), np.float32(activations.GELU_CUBIC)
+_SWIGLU_SLOPE, _SWIGLU_LIMIT = np.float32(activations.SWIGLU_SLOPE), np.float32(activations.SWIGLU_LIMIT)
 
 
 @kernel
@@ -39,7 +51,7 @@ def concat_columns(args: int, rows: int, thread: int, threads: int, scratch: int
 
 
 @device
-def _normalise(src: int, out: int, weight: int, width: int, eps: float, bf16: bool) -> None:
+def normalise(src: int, out: int, weight: int, width: int, eps: float, bf16: bool) -> None:
     """Write src / rms(src), rounded, times weight to out [width]."""
     total = v.splat(_ZERO)
     for i in range(0, width, 16):
@@ -62,7 +74,7 @@ def _rms_norm(bf16: bool) -> Kernel:
         begin, end = share(rows, thread, threads)
         for row in range(begin, end):
             at = row * width * size
-            _normalise(x + at, out + at, weight, width, eps, bf16)
+            normalise(x + at, out + at, weight, width, eps, bf16)
 
     return rms_norm
 
@@ -83,16 +95,35 @@ def _add_rms_norm(bf16: bool) -> Kernel:
                 n = width - i
                 y = v.add(v.tload(x + at, i, n, bf16), v.tload(residual + at, i, n, bf16))
                 v.tstore(total + at, i, y, n, bf16)
-            _normalise(total + at, out + at, weight, width, eps, bf16)
+            normalise(total + at, out + at, weight, width, eps, bf16)
 
     return add_rms_norm
 
 
-def _silu_mul(bf16: bool) -> Kernel:
+@inlined
+def _silu(gate: Any, up: Any) -> Any:
+    return v.mul(v.mul_sigmoid(gate, gate), up)
+
+
+@inlined
+def _gelu_tanh(gate: Any, up: Any) -> Any:
+    """Return the tanh form of GELU times `up`; (1 + tanh(z)) / 2 is the sigmoid of 2 z."""
+    cubic = v.mul(v.mul(v.mul(gate, gate), gate), v.splat(_GELU_CUBIC))
+    return v.mul(v.mul_sigmoid(gate, v.mul(v.add(gate, cubic), v.splat(_GELU_SLOPE))), up)
+
+
+@inlined
+def _swiglu_oai(gate: Any, up: Any) -> Any:
+    limit = v.splat(_SWIGLU_LIMIT)
+    gate, up = v.minimum(gate, limit), v.maximum(v.minimum(up, limit), v.sub(v.splat(_ZERO), limit))
+    return v.mul(v.mul_sigmoid(gate, v.mul(gate, v.splat(_SWIGLU_SLOPE))), v.add(up, v.splat(_ONE)))
+
+
+def _act_mul(bf16: bool, act: Any) -> Kernel:
     size = 2 if bf16 else 4
 
     @kernel
-    def silu_mul(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+    def act_mul(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
         """Apply the gated activation; args: out, gate_up, width."""
         out, gate_up, width = load_i64(args), load_i64(args + 8), load_i64(args + 16)
         pieces = (width + 15) // 16
@@ -104,14 +135,71 @@ def _silu_mul(bf16: bool) -> Kernel:
             gates, ups = gate_up + 2 * row * width * size, gate_up + (2 * row + 1) * width * size
             for i in range(first * 16, last * 16, 16):
                 gate, up = v.tload(gates, i, width - i, bf16), v.tload(ups, i, width - i, bf16)
-                v.tstore(out + row * width * size, i, v.mul(v.silu(gate), up), width - i, bf16)
+                v.tstore(out + row * width * size, i, act(gate, up), width - i, bf16)
             unit += last - first
 
-    return silu_mul
+    return act_mul
+
+
+def _add(bf16: bool) -> Kernel:
+    size = 2 if bf16 else 4
+
+    @kernel
+    def add(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """Add rows; args: out, x, residual, width."""
+        out, x, residual, width = load_i64(args), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24)
+        begin, end = share(rows, thread, threads)
+        for row in range(begin, end):
+            at = row * width * size
+            for i in range(0, width, 16):
+                n = width - i
+                y = v.add(v.tload(x + at, i, n, bf16), v.tload(residual + at, i, n, bf16))
+                v.tstore(out + at, i, y, n, bf16)
+
+    return add
+
+
+def _scale(bf16: bool) -> Kernel:
+    size = 2 if bf16 else 4
+
+    @kernel
+    def scale(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """Multiply rows; args: out, x, width, factor."""
+        out, x, width = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+        factor = v.splat(np.float32(f64_of_bits(load_i64(args + 24))))
+        begin, end = share(rows, thread, threads)
+        for row in range(begin, end):
+            at = row * width * size
+            for i in range(0, width, 16):
+                y = v.mul(v.tload(x + at, i, width - i, bf16), factor)
+                v.tstore(out + at, i, y, width - i, bf16)
+
+    return scale
+
+
+def _row_norms(bf16: bool) -> Kernel:
+    size = 2 if bf16 else 4
+
+    @kernel
+    def row_norms(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+        """Norm q and k of rows; args: out, qkv, q weight, k weight, width of q, width of k, eps."""
+        out, qkv = load_i64(args), load_i64(args + 8)
+        q_norm, k_norm = load_i64(args + 16), load_i64(args + 24)
+        q_width, k_width = load_i64(args + 32), load_i64(args + 40)
+        eps = f64_of_bits(load_i64(args + 48))
+        begin, end = share(rows, thread, threads)
+        for row in range(begin, end):
+            at = row * (q_width + 2 * k_width) * size
+            k_at, v_at = at + q_width * size, at + (q_width + k_width) * size
+            normalise(qkv + at, out + at, q_norm, q_width, eps, bf16)
+            normalise(qkv + k_at, out + k_at, k_norm, k_width, eps, bf16)
+            copy_bytes(out + v_at, qkv + v_at, k_width * size)
+
+    return row_norms
 
 
 @device
-def _rotate(src: int, out: int, angles: int, half: int, bf16: bool) -> None:
+def rotate(src: int, out: int, angles: int, half: int, bf16: bool) -> None:
     """Rotate the two halves of one head by cos [half], sin [half]."""
     for i in range(0, half, 16):
         n = half - i
@@ -162,9 +250,9 @@ def _rope_store(bf16: bool, form: int) -> Kernel:
                 dst = scratch
                 norm = k_norm
             if norm != 0:
-                _normalise(src, dst, norm, dim, eps, bf16)
+                normalise(src, dst, norm, dim, eps, bf16)
                 src = dst
-            _rotate(src, dst, angles, dim // 2, bf16)
+            rotate(src, dst, angles, dim // 2, bf16)
             if head >= num_q:
                 store_kv(cache, place, kv_head, dst, page_size, num_kv, dim, bf16, form)
 
@@ -174,7 +262,14 @@ def _rope_store(bf16: bool, form: int) -> Kernel:
 # kernels by activation dtype: [fp32, bf16]
 RMS_NORM: list[Any] = [_rms_norm(False), _rms_norm(True)]
 ADD_RMS_NORM: list[Any] = [_add_rms_norm(False), _add_rms_norm(True)]
-SILU_MUL: list[Any] = [_silu_mul(False), _silu_mul(True)]
+ADD: list[Any] = [_add(False), _add(True)]
+SCALE: list[Any] = [_scale(False), _scale(True)]
+ROW_NORMS: list[Any] = [_row_norms(False), _row_norms(True)]
+# activation -> kernels by activation dtype
+ACT_MUL: dict[str, list[Any]] = {
+    name: [_act_mul(False, act), _act_mul(True, act)]
+    for name, act in (("silu", _silu), ("gelu_tanh", _gelu_tanh), ("swiglu_oai", _swiglu_oai))
+}
 # KV form -> kernels by activation dtype
 ROPE_STORE: dict[int, list[Any]] = {
     form: [_rope_store(False, form), _rope_store(True, form)] for form in set(KV_FORMS.values())

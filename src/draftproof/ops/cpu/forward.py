@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import Attention, AttentionShape, PackedState, QuantizedTable
+from draftproof.ops.contract.types import Attention, AttentionShape, Moe, PackedState, QuantizedTable
 from draftproof.ops.cpu import elementwise
 from draftproof.ops.cpu.argument_checks import check_cache, check_ints, check_rows, check_tensor, is_bf16
 from draftproof.ops.cpu.attention import driver
@@ -28,12 +27,15 @@ from draftproof.ops.cpu.gemm.formats import (
 )
 from draftproof.ops.cpu.jit.huge_pages import WeightMemory
 from draftproof.ops.cpu.jit.program import Argument
+from draftproof.ops.cpu.latent import CpuLatent
+from draftproof.ops.cpu.moe import forward as mixture
+from draftproof.ops.cpu.moe.kernels import widen
 from draftproof.types import Rows
 
 WORKSPACE_BYTES = 4 << 20  # for attention whose keys are split between threads
 
 
-class CpuForward(ForwardOps):
+class CpuForward(CpuLatent):
     """Forward ops; every kernel gives a row the same bits whatever the other rows and the thread count."""
 
     weight_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_FORMATS)
@@ -158,15 +160,67 @@ class CpuForward(ForwardOps):
         self._run.call(kernel, x.shape[0], [out, total], [x, residual], sizes, small=small)
         return out, total
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def act_mul(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
         gate_up = check_tensor("gate_up", gate_up, 2)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         if gate_up.shape[1] != 2 * width:
             raise ValueError(f"gate_up has an odd width: {gate_up.shape[1]}")
         out = self._run.new((rows, width), gate_up.dtype)
-        kernel = elementwise.SILU_MUL[is_bf16(gate_up.dtype)]
+        kernel = elementwise.ACT_MUL[activation][is_bf16(gate_up.dtype)]
         self._run.call(kernel, rows, [out], [gate_up], [width], small=out.numel() < SINGLE_THREAD_ELEMENTS)
         return out
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        x = check_tensor("x", x, 2)
+        residual = check_tensor("residual", residual, 2, x.shape[1], x.dtype)
+        if residual.shape != x.shape:
+            raise ValueError(f"residual is {tuple(residual.shape)}, x is {tuple(x.shape)}")
+        out, kernel = self._run.new(tuple(x.shape), x.dtype), elementwise.ADD[is_bf16(x.dtype)]
+        small = x.numel() < SINGLE_THREAD_ELEMENTS
+        self._run.call(kernel, x.shape[0], [out], [x, residual], [x.shape[1]], small=small)
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        x = check_tensor("x", x, 2)
+        out, kernel = self._run.new(tuple(x.shape), x.dtype), elementwise.SCALE[is_bf16(x.dtype)]
+        sizes, small = (x.shape[1], float(factor)), x.numel() < SINGLE_THREAD_ELEMENTS
+        self._run.call(kernel, x.shape[0], [out], [x], sizes, small=small)
+        return out
+
+    def row_norms(self, qkv: Tensor, attention: Attention, eps: float) -> Tensor:
+        widths = [n * attention.heads.dim for n in (attention.heads.num_q, attention.heads.num_kv)]
+        qkv = check_tensor("qkv", qkv, 2, widths[0] + 2 * widths[1])
+        assert attention.q_row_norm is not None and attention.k_row_norm is not None
+        weights = (attention.q_row_norm, attention.k_row_norm)
+        for weight, width in zip(weights, widths, strict=True):
+            check_tensor("norm", weight, 1, width, qkv.dtype)
+        out, kernel = self._run.new(tuple(qkv.shape), qkv.dtype), elementwise.ROW_NORMS[is_bf16(qkv.dtype)]
+        constants, small = (*weights, *widths, float(eps)), qkv.numel() < SINGLE_THREAD_ELEMENTS
+        self._run.call(kernel, qkv.shape[0], [out], [qkv], constants, small=small)
+        return out
+
+    def moe(self, x: Tensor, moe: Moe) -> Tensor:
+        x = check_tensor("x", x, 2, moe.gate_up[0].depth, moe.gate_up[0].dtype)
+        if not len(x):
+            return x.clone()
+        experts, weights = mixture.select_experts(self._run, self.router_logits(x, moe.router), moe)
+        sorted_rows = mixture.SortedRows(self._run, experts, moe.routing.num_experts)
+        gate_up = sorted_rows.linear(sorted_rows.gather(x), moe.gate_up, x.dtype)
+        outputs = sorted_rows.linear(sorted_rows.act_mul(gate_up, moe.activation), moe.down, torch.float32)
+        shared = gate = None
+        if moe.shared is not None:
+            inner = self.linear_act_mul(x, moe.shared.gate_up, moe.shared.activation)
+            shared = self.linear(inner, moe.shared.down, torch.float32)
+        if moe.shared_gate is not None:
+            gate = self.router_logits(x, moe.shared_gate)
+        return mixture.combine(self._run, x.dtype, outputs, sorted_rows.places, weights, shared, gate)
+
+    def router_logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        if x.dtype == torch.float32:
+            return self.linear(x, packed)
+        wide = self._run.new(tuple(x.shape), torch.float32)
+        self._run.call(widen, len(x), [wide], [x], [x.shape[1]])
+        return self.linear(wide, packed)
 
     def rope_store(
         self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
@@ -189,19 +243,24 @@ class CpuForward(ForwardOps):
         self._run.call(kernel, count, [q], [qkv, positions, kv_index], constants, small=small)
         return q
 
-    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
+    def attention(
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         q = check_tensor("q", q, 2, heads.num_q * heads.dim)
         check_cache(cache, heads, q.dtype)
         table = rows.page_table
         if table.dtype != torch.int32 or table.dim() != 2 or not table.is_contiguous():
             raise ValueError("page_table must be a contiguous int32 [slots, max_pages]")
         positions, slots = check_rows(rows, q.shape[0], "positions", "slots")
-        out = self._run.new(tuple(q.shape), q.dtype)
+        out = self._run.new((q.shape[0], heads.num_q * heads.out_dim), q.dtype)
         constants: list[Argument] = [table, cache, self._workspace, WORKSPACE_BYTES]
         constants += [heads.num_q, heads.num_kv, heads.dim, heads.window, *table.shape, *cache.shape[1:3]]
-        constants.append(float(heads.scale))
+        if sinks is not None:
+            check_tensor("sinks", sinks, 1, heads.num_q, torch.float32)
+        constants += [float(heads.scale), heads.out_dim, cache[-1], sinks]
         bf16 = is_bf16(q.dtype)
-        attend = driver.ATTENTION_AMX if self._features.amx else driver.ATTENTION
+        # the tiles read keys and values of one width
+        attend = driver.ATTENTION_AMX if self._features.amx and not heads.value_dim else driver.ATTENTION
         kernels = [attend[KV_FORMS[cache.dtype]][bf16], driver.ATTENTION_MERGE[bf16]]
         scratch = attention_parts.scratch_bytes(heads.num_q // heads.num_kv, heads.dim)
         self._run.call(kernels, q.shape[0], [out], [q, positions, slots], constants, scratch)

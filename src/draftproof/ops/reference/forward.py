@@ -7,17 +7,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import Attention, AttentionShape, QuantizedTable
+from draftproof.ops.contract.types import Attention, AttentionShape, Moe, QuantizedTable
+from draftproof.ops.reference import moe as mixture
 from draftproof.ops.reference import quantized
+from draftproof.ops.reference.activations import GATED
 from draftproof.ops.reference.kv import load_kv, store_kv
+from draftproof.ops.reference.latent import ReferenceLatent
 from draftproof.ops.reference.quantized import QuantizedLinear
 from draftproof.types import Rows
 
 PackedWeight = tuple[Tensor, Tensor | None]
 
 
-class ReferenceForward(ForwardOps):
+class ReferenceForward(ReferenceLatent):
     """Forward ops as loops over rows."""
 
     weight_formats: ClassVar[frozenset[str]] = frozenset(quantized.ROW_PRODUCTS)
@@ -60,13 +62,23 @@ class ReferenceForward(ForwardOps):
         rows = [_norm(row, weight, eps) for row in x]
         return _stack(rows, tuple(x.shape), x.dtype)
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return (x.double() + residual.double()).to(x.dtype)
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = (x.double() + residual.double()).to(x.dtype)
+        total = self.add(x, residual)
         return self.rms_norm(total, weight, eps), total
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def act_mul(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
         gate, up = gate_up.double().chunk(2, dim=-1)
-        return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+        return GATED[activation](gate, up).to(gate_up.dtype)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return (x.double() * float(torch.tensor(factor, dtype=torch.float32))).to(x.dtype)
+
+    def moe(self, x: Tensor, moe: Moe) -> Tensor:
+        rows = [mixture.moe_row(self, row[None], moe) for row in x]
+        return torch.cat(rows) if rows else x.clone()
 
     def rope_store(
         self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
@@ -81,7 +93,9 @@ class ReferenceForward(ForwardOps):
             out.append(q.reshape(-1))
         return _stack(out, (len(qkv), heads.num_q * heads.dim), qkv.dtype)
 
-    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
+    def attention(
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         out = []
         group = heads.num_q // heads.num_kv
         for r in range(len(q)):
@@ -89,11 +103,15 @@ class ReferenceForward(ForwardOps):
             first = max(0, position - heads.window + 1) if heads.window else 0
             stored = load_kv(cache, pages, range(first, position + 1))
             for h, query in enumerate(q[r].view(heads.num_q, heads.dim).double()):
-                keys, values = stored[:, 0, h // group], stored[:, 1, h // group]
+                keys, values = stored[:, 0, h // group], stored[:, -1, h // group, : heads.out_dim]
                 scores = (keys * query).sum(-1) * heads.scale
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[h : h + 1].double()])
+                    values = torch.cat([values, values.new_zeros((1, values.shape[1]))])
                 weights = torch.exp(scores - scores.max())
                 out.append((weights[:, None] * values).sum(0) / weights.sum())
-        return _stack(out, (len(q) * heads.num_q, heads.dim), q.dtype).view_as(q)
+        shape = (len(q) * heads.num_q, heads.out_dim)
+        return _stack(out, shape, q.dtype).view(len(q), heads.num_q * heads.out_dim)
 
 
 def _norm(row: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import Attention, AttentionShape, QuantizedTable
+from draftproof.ops.contract.types import Attention, AttentionShape, Moe, QuantizedTable
 from draftproof.ops.reference import quantized as reference
+from draftproof.ops.reference.activations import GATED
 from draftproof.ops.reference.quantized import QuantizedLinear
+from draftproof.ops.torch import moe as mixture
 from draftproof.ops.torch import quantized
 from draftproof.ops.torch.kv import load_kv, store_kv
+from draftproof.ops.torch.latent import TorchLatent
+from draftproof.ops.torch.row_map import map_rows
 from draftproof.types import Rows
 
 BLOCK_ROWS = 8  # rows in one matrix product
 BLOCK_KEYS = 64  # keys in one attention block
 
 PackedWeight = tuple[Tensor, Tensor | None]
+_GATED = GATED | {"silu": lambda gate, up: torch.nn.functional.silu(gate) * up}
 
 
-def map_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply `function` to each row alone; the copy puts every row at the same alignment."""
-    return torch.stack([function(row.clone()) for row in x]) if len(x) else x.new_zeros(0)
-
-
-class TorchForward(ForwardOps):
+class TorchForward(TorchLatent):
     """Forward ops on torch tensors of any device."""
 
     weight_formats: ClassVar[frozenset[str]] = frozenset(quantized.PRODUCTS)
@@ -80,13 +78,23 @@ class TorchForward(ForwardOps):
         wide = x.float()
         return (wide * map_rows(scale, wide)[:, None]).to(x.dtype) * weight
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return x + residual
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return (map_rows(torch.nn.functional.silu, gate).view_as(up) * up).to(gate_up.dtype)
+    def act_mul(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
+        act = _GATED[activation]
+        shape = (len(gate_up), gate_up.shape[1] // 2)
+        return map_rows(lambda row: act(*row.chunk(2)), gate_up.float()).view(shape).to(gate_up.dtype)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return (x.float() * factor).to(x.dtype)
+
+    def moe(self, x: Tensor, moe: Moe) -> Tensor:
+        return mixture.moe_forward(self, x, moe)
 
     def rope_store(
         self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
@@ -102,15 +110,17 @@ class TorchForward(ForwardOps):
         store_kv(cache, rows.kv_index, _rotate(k, cos, sin), v)
         return _rotate(q, cos, sin).reshape(num_rows, heads.num_q * heads.dim)
 
-    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
-        out = torch.empty_like(q)
+    def attention(
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        out = q.new_empty((len(q), heads.num_q * heads.out_dim))
         _, counts = torch.unique_consecutive(rows.slots, return_counts=True)
         start = 0
         for count in counts.tolist():
             for at in range(start, start + count, BLOCK_ROWS):
                 part = slice(at, min(at + BLOCK_ROWS, start + count))
                 pages = rows.page_table[rows.slots[at]]
-                out[part] = _attend(q[part], rows.positions[part], pages, heads, cache)
+                out[part] = _attend(q[part], rows.positions[part], pages, heads, cache, sinks)
             start += count
         return out
 
@@ -122,7 +132,14 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(heads.dtype)
 
 
-def _attend(q: Tensor, positions: Tensor, pages: Tensor, heads: AttentionShape, cache: Tensor) -> Tensor:
+def _attend(
+    q: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    heads: AttentionShape,
+    cache: Tensor,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend up to BLOCK_ROWS rows of one slot to its keys, in ascending blocks of BLOCK_KEYS."""
     num_rows, group = len(q), heads.num_q // heads.num_kv
     device = q.device
@@ -134,14 +151,15 @@ def _attend(q: Tensor, positions: Tensor, pages: Tensor, heads: AttentionShape, 
     shape = (BLOCK_ROWS, heads.num_q, 1)
     best = torch.full(shape, -math.inf, device=device)
     total = torch.zeros(shape, device=device)
-    acc = torch.zeros((BLOCK_ROWS, heads.num_q, heads.dim), device=device)
+    acc = torch.zeros((BLOCK_ROWS, heads.num_q, heads.out_dim), device=device)
     last = int(positions.max())
     first = max(0, int(positions.min()) - heads.window + 1) if heads.window else 0
     for start in range(first // BLOCK_KEYS * BLOCK_KEYS, last + 1, BLOCK_KEYS):
         key_at = torch.arange(start, start + BLOCK_KEYS, device=device)
         hidden = (key_at > at) | ((key_at <= at - heads.window) if heads.window else False)
         # pages beyond the last row may not exist
-        keys, values = load_kv(cache, pages, key_at.clamp(max=last))
+        stored = load_kv(cache, pages, key_at.clamp(max=last))
+        keys, values = stored[0], stored[-1, ..., : heads.out_dim]
         # a key that no row may see is undefined, maybe NaN, and 0 * NaN is not 0
         values = torch.where((key_at <= last)[:, None, None], values, 0.0)
         scores = torch.bmm(query, keys.permute(1, 2, 0).contiguous())
@@ -155,7 +173,12 @@ def _attend(q: Tensor, positions: Tensor, pages: Tensor, heads: AttentionShape, 
         mixed = weights.view(BLOCK_ROWS, heads.num_kv, group, BLOCK_KEYS).transpose(0, 1)
         mixed = mixed.reshape(heads.num_kv, BLOCK_ROWS * group, BLOCK_KEYS)
         mixed = torch.bmm(mixed, values.transpose(0, 1).contiguous())
-        mixed = mixed.view(heads.num_kv, BLOCK_ROWS, group, heads.dim).transpose(0, 1)
-        acc = acc * decay + mixed.reshape(BLOCK_ROWS, heads.num_q, heads.dim)
+        mixed = mixed.view(heads.num_kv, BLOCK_ROWS, group, heads.out_dim).transpose(0, 1)
+        acc = acc * decay + mixed.reshape(BLOCK_ROWS, heads.num_q, heads.out_dim)
         total, best = total * decay + sums, new
+    if sinks is not None:
+        logit = sinks.view(1, heads.num_q, 1).expand(shape)
+        new = torch.maximum(best, logit)
+        decay = map_rows(torch.exp, best - new)
+        acc, total = acc * decay, total * decay + map_rows(torch.exp, logit - new)
     return (acc / total)[:num_rows].reshape(num_rows, -1).to(q.dtype)

@@ -1,4 +1,4 @@
-"""Embedding, RMS norm and SiLU-mul kernels: one program per row, or per part of a row.
+"""Embedding, RMS norm and gated activation kernels: one program per row, or per part of a row.
 
 The reduction tree of a norm is written out (`tree_sum_rows`), so that no tensor layout can change it. Kernels
 with a norm are compiled without contraction of multiply and add, for the same reason.
@@ -117,21 +117,74 @@ def joined_norms_kernel(
 
 
 @triton.jit
-def silu_gate(gate, up):
-    """Return silu(gate) * up in fp32."""
-    return gate / (1.0 + tl.exp(-gate)) * up
+def act_gate(gate, up, ACTIVATION: tl.constexpr):
+    """Return act(gate) * up in fp32; see `ops/reference/activations.py`."""
+    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "swiglu_oai")
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+        z = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+        return gate / (1.0 + tl.exp(-z)) * up
+    else:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """SiLU-mul of gate_up [R, 2 INNER] -> out [R, INNER]."""
+def act_mul_kernel(
+    gate_up, out, INNER: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):
+    """Gated activation of gate_up [R, 2 INNER] -> out [R, INNER]."""
     pdl_sync(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     line = gate_up + row * 2 * INNER + column
     gate = tl.load(line, mask=column < INNER, other=0.0).to(tl.float32)
     up = tl.load(line + INNER, mask=column < INNER, other=0.0).to(tl.float32)
-    tl.store(out + row * INNER + column, silu_gate(gate, up).to(out.dtype.element_ty), mask=column < INNER)
+    y = act_gate(gate, up, ACTIVATION).to(out.dtype.element_ty)
+    tl.store(out + row * INNER + column, y, mask=column < INNER)
+
+
+@triton.jit
+def add_kernel(x, residual, out, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Add x and residual [R, D] -> out [R, D]."""
+    pdl_sync(PDL)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * D + column
+    a = tl.load(x + at, mask=column < D, other=0.0).to(tl.float32)
+    b = tl.load(residual + at, mask=column < D, other=0.0).to(tl.float32)
+    tl.store(out + at, (a + b).to(out.dtype.element_ty), mask=column < D)
+
+
+@triton.jit
+def scale_kernel(x, out, factor, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Multiply x [R, D] by `factor` -> out [R, D]."""
+    pdl_sync(PDL)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * D + column
+    y = tl.load(x + at, mask=column < D, other=0.0).to(tl.float32) * factor
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=column < D)
+
+
+@triton.jit
+def row_norms_kernel(
+    qkv, q_norm, k_norm, out, eps, Q: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """RMS norms of q [R, Q] and k [R, K] of qkv [R, Q + 2 K] -> out; one program for q, for k and for v."""
+    pdl_sync(PDL)
+    column = tl.arange(0, BLOCK)
+    part = tl.program_id(1)
+    at = tl.program_id(0).to(tl.int64) * (Q + 2 * K) + tl.where(part == 0, 0, Q + (part - 1) * K) + column
+    ok = column < tl.where(part == 0, Q, K)
+    value = tl.load(qkv + at, mask=ok, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    y = value
+    if part == 0:
+        y = rms_normed(value, tl.load(q_norm + column, mask=ok, other=0.0).to(tl.float32), eps, Q, dtype)
+    elif part == 1:
+        y = rms_normed(value, tl.load(k_norm + column, mask=ok, other=0.0).to(tl.float32), eps, K, dtype)
+    tl.store(out + at, y.to(dtype), mask=ok)
 
 
 def _norm_options(pdl: bool, block: int) -> dict[str, Any]:
@@ -183,11 +236,40 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: b
     return out, total
 
 
-def silu_mul(gate_up: Tensor, pdl: bool) -> Tensor:
-    """Return silu(gate) * up [R, INNER] of gate_up [R, 2 INNER]."""
+def act_mul(gate_up: Tensor, activation: str, pdl: bool) -> Tensor:
+    """Return act(gate) * up [R, INNER] of gate_up [R, 2 INNER]."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, next_power_of_two(inner))
     grid = (rows, triton.cdiv(inner, block))
-    silu_mul_kernel[grid](gate_up, out, INNER=inner, BLOCK=block, **launch_options(pdl, num_warps=4))
+    options = launch_options(pdl, num_warps=4, enable_fp_fusion=False)  # as the GEMM that contains it
+    act_mul_kernel[grid](gate_up, out, INNER=inner, BLOCK=block, ACTIVATION=activation, **options)
+    return out
+
+
+def add(x: Tensor, residual: Tensor, pdl: bool) -> Tensor:
+    """Return x + residual, [R, D] each."""
+    out, (rows, width) = torch.empty_like(x), x.shape
+    block = min(1024, next_power_of_two(width))
+    grid = (rows, triton.cdiv(width, block))
+    add_kernel[grid](x, residual, out, D=width, BLOCK=block, **launch_options(pdl, num_warps=4))
+    return out
+
+
+def scale(x: Tensor, factor: float, pdl: bool) -> Tensor:
+    """Return x [R, D] times `factor`."""
+    out, (rows, width) = torch.empty_like(x), x.shape
+    block = min(1024, next_power_of_two(width))
+    grid = (rows, triton.cdiv(width, block))
+    scale_kernel[grid](x, out, factor, D=width, BLOCK=block, **launch_options(pdl, num_warps=4))
+    return out
+
+
+def row_norms(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, pdl: bool) -> Tensor:
+    """Return qkv [R, Q + 2 K] with q [R, Q] and k [R, K] normed."""
+    out, (q_width, k_width) = torch.empty_like(qkv), (len(q_norm), len(k_norm))
+    block = next_power_of_two(max(q_width, k_width))
+    row_norms_kernel[(len(qkv), 3)](
+        qkv, q_norm, k_norm, out, eps, Q=q_width, K=k_width, BLOCK=block, **_norm_options(pdl, block)
+    )
     return out

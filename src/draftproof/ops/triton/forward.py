@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.kv_layout import kv_format
 from draftproof.ops.contract.types import Attention, AttentionShape, Layer
 from draftproof.ops.triton import elementwise, kernel_utils
 from draftproof.ops.triton import rope as rope_kernels
 from draftproof.ops.triton.attention import prefill, splitkv
+from draftproof.ops.triton.attention.latent import latent_attention
 from draftproof.ops.triton.fused import layers as fused_kernel
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.autotune import create_tuner
@@ -25,6 +25,9 @@ from draftproof.ops.triton.gemm.tile_cache import initial_tiles
 from draftproof.ops.triton.gemm.tiles import TileTable
 from draftproof.ops.triton.gemm.weight import PackedLinear, check_input, pack, pack_quantized
 from draftproof.ops.triton.kernel_utils import FP32, INTS, LaunchContext, check_rows
+from draftproof.ops.triton.latent import TritonLatent
+from draftproof.ops.triton.moe.forward import TritonMoe
+from draftproof.ops.triton.moe.op import MixtureOfExperts
 from draftproof.ops.triton.quantized import gemm as quantized
 from draftproof.ops.triton.quantized.rows import QuantizedRows, norm_quantize, prepare_rows
 from draftproof.types import Rows
@@ -32,7 +35,7 @@ from draftproof.types import Rows
 FP8_CAPABILITY = (8, 9)  # compute capability from which the tensor core multiplies e4m3
 
 
-class TritonForward(ForwardOps):
+class TritonForward(TritonLatent, TritonMoe):
     """Forward ops.
 
     `cublas`: where cuBLAS may be used; see `gemm/cublas`.
@@ -41,8 +44,7 @@ class TritonForward(ForwardOps):
 
     fused_rows_limit: ClassVar[int] = 96
     gather_last_layer_from_rows: ClassVar[int] = 1024
-    # 4-bit groups had bits that depend on the tile, and the corrected tiles were not run on a GPU yet
-    weight_formats: ClassVar[frozenset[str]] = WEIGHT_FORMATS - {"w4a16"}
+    weight_formats: ClassVar[frozenset[str]] = WEIGHT_FORMATS
     int4_format: ClassVar[str] = "w4a16"
 
     def __init__(self, launch: LaunchContext, cublas: Mode, one_launch: bool) -> None:
@@ -52,6 +54,7 @@ class TritonForward(ForwardOps):
         self.cublas = Cublas(self.gemm, cublas)
         self.selector = GemmSelector(self.gemm, self.cublas)
         self.tuner = create_tuner(launch, self.gemm)
+        self.mixture = MixtureOfExperts(launch, self.tiles)
         self._partials = splitkv.PartialBuffers(launch.device)
         self._splitkv = splitkv.SplitKVAttention(self._partials)
         self._prefill = prefill.PrefillAttention(launch.pdl, self._partials)
@@ -120,11 +123,30 @@ class TritonForward(ForwardOps):
         weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
         return norm_quantize(x, residual, weight, eps, reader.format, self._launch.early(x))
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def act_mul(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
         gate_up = kernel_utils.matrix("gate_up", gate_up)
         if gate_up.shape[1] % 2:
             raise ConfigError(f"gate_up must have an even number of columns, not {gate_up.shape[1]}")
-        return elementwise.silu_mul(gate_up, self._launch.early(gate_up))
+        return elementwise.act_mul(gate_up, activation, self._launch.early(gate_up))
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        x = kernel_utils.matrix("x", x)
+        residual = kernel_utils.matrix("residual", residual, x.shape[1], (x.dtype,))
+        if len(residual) != len(x):
+            raise ConfigError(f"x has {len(x)} rows, residual {len(residual)}")
+        return elementwise.add(x, residual, self._launch.early(x))
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        x = kernel_utils.matrix("x", x)
+        return elementwise.scale(x, factor, self._launch.early(x))
+
+    def row_norms(self, qkv: Tensor, attention: Attention, eps: float) -> Tensor:
+        heads, kind = attention.heads, (qkv.dtype,)
+        qkv = kernel_utils.matrix("qkv", qkv, (heads.num_q + 2 * heads.num_kv) * heads.dim)
+        assert attention.q_row_norm is not None and attention.k_row_norm is not None
+        q_norm = kernel_utils.vector("q_norm", attention.q_row_norm, heads.num_q * heads.dim, kind)
+        k_norm = kernel_utils.vector("k_norm", attention.k_row_norm, heads.num_kv * heads.dim, kind)
+        return elementwise.row_norms(qkv, q_norm, k_norm, eps, self._launch.early(qkv))
 
     def rope_store(
         self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float
@@ -140,7 +162,8 @@ class TritonForward(ForwardOps):
     ) -> Tensor:
         packed, heads, epilogue = attention.qkv, attention.heads, Epilogue.ROPE_STORE
         run_separate = partial(super().linear_rope_store, x, rows, attention, rope, cache, eps)
-        needs_heads = attention.q_norm is not None or attention.k_norm is not None
+        norms = (attention.q_norm, attention.k_norm, attention.q_row_norm)
+        needs_heads = any(norm is not None for norm in norms)
         needs_heads |= kv_format(cache.dtype) is not None  # a scale is that of a whole head
         if needs_heads or not supports_fused(packed, len(x), epilogue, heads.dim):
             return run_separate()
@@ -158,16 +181,17 @@ class TritonForward(ForwardOps):
         run_fused = partial(launch, x, packed, rows, heads, rope, cache, out, pdl, tile)
         return self.selector.run_epilogue(packed, x, epilogue, heads.dim, run_fused, run_separate, pdl)
 
-    def linear_silu_mul(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        run_separate, epilogue = partial(super().linear_silu_mul, x, packed), Epilogue.SILU_MUL
+    def linear_act_mul(self, x: Tensor, packed: PackedLinear, activation: str = "silu") -> Tensor:
+        run_separate, epilogue = partial(super().linear_act_mul, x, packed, activation), Epilogue.ACT_MUL
         if not supports_fused(packed, len(x), epilogue):
             return run_separate()
         x, dtype = check_input(x, packed, None)
         out = self._launch.empty((len(x), packed.columns // 2), dtype)
         pdl, tile = self._launch.early(x), self.tiles.select("fused", len(x), packed)
         if packed.format is not None:
-            return quantized.linear_silu_mul(prepare_rows(x, packed, pdl), packed, out, pdl, tile)
-        run_fused = partial(fused.linear_silu_mul, x, packed, out, pdl, tile)
+            inputs = prepare_rows(x, packed, pdl)
+            return quantized.linear_act_mul(inputs, packed, out, pdl, tile, activation)
+        run_fused = partial(fused.linear_act_mul, x, packed, out, pdl, tile, activation)
         return self.selector.run_epilogue(packed, x, epilogue, 0, run_fused, run_separate, pdl)
 
     def check_kv_dtype(self, dtype: torch.dtype) -> None:
@@ -177,21 +201,30 @@ class TritonForward(ForwardOps):
                 f"{self._launch.chip.name}"
             )
 
-    def attention(self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor) -> Tensor:
+    def attention(
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         q = kernel_utils.matrix("q", q, heads.num_q * heads.dim)
         check_rows(rows, len(q), heads, cache, q.dtype)
-        out = torch.empty_like(q)
+        out = self._launch.empty((len(q), heads.num_q * heads.out_dim), q.dtype)
         if len(q):
-            self.attention_into(q, rows, heads, cache, out)
+            self.attention_into(q, rows, heads, cache, out, sinks)
         return out
 
     def attention_into(
-        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor
-    ) -> None:
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Store the result of `attention` to `out`, which may be fp32."""
+        if heads.value_dim:
+            latent_attention(q, rows, heads, cache, out, self._partials, self._launch.early(q))
+            return
         size = len(q), heads, rows.page_table, cache.shape[2]
         splits = self._splitkv.num_parallel_spans(*size) > 1 and not self._prefill.chunk_spans(*size)
-        (self._splitkv if splits else self._prefill)(q, rows, heads, cache, out, self._launch.early(q))
+        if sinks is not None:
+            sinks = kernel_utils.vector("sinks", sinks, heads.num_q, FP32)
+        run = self._splitkv if splits else self._prefill
+        run(q, rows, heads, cache, out, self._launch.early(q), sinks)
 
     def fused_layers(
         self, residual: Tensor, layers: Sequence[Layer], rows: Rows, rope: Tensor, caches: Sequence[Tensor],

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from draftproof.ops.contract.memory import TensorMemory
 from draftproof.ops.contract.runtime import Runtime
 from draftproof.ops.contract.types import PendingCopy
 from draftproof.ops.triton.compile_ahead import compile_ahead
 from draftproof.ops.triton.gemm.autotune import TileTuner
 from draftproof.ops.triton.kernel_utils import LaunchContext
+from draftproof.ops.triton.memory.virtual import VirtualMemory
 
 T = TypeVar("T")
 CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -56,6 +58,11 @@ class TritonRuntime(Runtime):
             self._pools = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
             self._side, self._forked = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
             self._stages, self._here = Stages(), torch.cuda.current_stream(self.device)
+
+    def releasable(self, tensors: Iterable[Tensor], has_content: bool) -> TensorMemory:
+        if not self.cuda:
+            return super().releasable(tensors, has_content)
+        return VirtualMemory(tensors, has_content, self.device)
 
     def free_memory(self) -> int | None:
         return torch.cuda.mem_get_info(self.device)[0] if self.cuda else None

@@ -213,7 +213,8 @@ def check_rows(rows: Rows, count: int, heads: AttentionShape, cache: Tensor, dty
     table = rows.page_table
     if table.ndim != 2 or table.dtype != torch.int32 or not table.is_contiguous():
         raise ConfigError(f"page_table must be [slots, pages] int32, not {list(table.shape)} {table.dtype}")
-    shape = (2, cache.shape[1], cache.shape[2], heads.num_kv, row_elements(heads.dim, cache.dtype))
+    planes = 1 if heads.value_dim else 2
+    shape = (planes, cache.shape[1], cache.shape[2], heads.num_kv, row_elements(heads.dim, cache.dtype))
     has_dtype = cache.dtype == dtype or kv_format(cache.dtype) is not None
     if cache.shape != shape or not has_dtype or not cache.is_contiguous():
         raise ConfigError(f"cache must be {list(shape)} {dtype}, not {list(cache.shape)} {cache.dtype}")

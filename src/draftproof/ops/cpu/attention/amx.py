@@ -21,7 +21,6 @@ from draftproof.ops.cpu.attention.kv import (
     copy_kv_bf16,
     key_stride,
     kv_offset,
-    plane_bytes,
     token_index,
 )
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS, transpose
@@ -80,10 +79,7 @@ def _pack_values(args: int, places: int, keys: int, wide: int, packed: int, flag
     Values that are not finite are packed as 0, and `flags` [keys] int64 is 1 at their keys; returns
     whether there are any (if not, the flags are not written).
     """
-    dim = arg(args, ARG.dim)
-    cache = arg(args, ARG.cache)
-    num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
-    cache += plane_bytes(num_pages, page_size, arg(args, ARG.num_kv), dim, 2, FLOAT)
+    dim, cache = arg(args, ARG.dim), arg(args, ARG.values)
     steps = (keys + 31) // 32
     any_bad = False
     exponents, none = v.isplat(_EXPONENT), v.isplat(0)

@@ -56,7 +56,7 @@ def _splits(args: int, first: int, end: int) -> Any:
 @device
 def _shared(args: int, rows: int, threads: int) -> Any:
     """Return whether the splits of a row are distributed, and the number of (row run, head, split)."""
-    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
+    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.out_dim)
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
     runs, units, words, first = 0, 0, 0, 0
     while first < rows:
@@ -83,7 +83,7 @@ def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
     @kernel
     def attention(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
         """Compute every (row run, kv head), or with few of them every split, which `merge` completes."""
-        num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
+        num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.out_dim)
         group = arg(args, ARG.num_q) // num_kv
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
         shared, units = _shared(args, rows, threads)
@@ -131,7 +131,7 @@ def _attention_merge(bf16: bool) -> Kernel:
     @kernel
     def attention_merge(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
         """Merge the splits that `attention` left in the workspace, if any."""
-        num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
+        num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.out_dim)
         group = arg(args, ARG.num_q) // num_kv
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
         shared, units = _shared(args, rows, threads)

@@ -24,7 +24,6 @@ from draftproof.ops.cpu.attention.kv import (
     key_stride,
     kv_offset,
     load_kv,
-    plane_bytes,
     scale_offset,
     token_index,
 )
@@ -42,9 +41,9 @@ _LOWEST = np.float32(-3.0e38)
 Arguments = namedtuple(
     "Arguments",
     "out q positions slots page_table cache workspace workspace_bytes num_q num_kv dim window num_slots "
-    "max_pages num_pages page_size scale",
+    "max_pages num_pages page_size scale out_dim values sinks",
 )
-ARG = Arguments(*range(17))  # indices of the kernels' int64 arguments
+ARG = Arguments(*range(20))  # indices of the kernels' int64 arguments
 
 
 def scratch_bytes(group: int, dim: int) -> int:
@@ -76,18 +75,19 @@ def _gather(
     first: int,
     last: int,
     out: int,
+    columns: int,
     bf16: bool,
     form: int,
     widen: bool,
 ) -> None:
-    """Write out [last - first, wide]: the head's vectors of keys [first, last) of one request.
+    """Write out [last - first, wide]: the first columns of the head's vectors of keys [first, last).
 
     The vectors are in fp32, or as they are stored if they are bf16 and not `widen`.
     """
     size = element_bytes(bf16, form)
     num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
     num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
-    wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+    wide = (columns + COLUMNS - 1) // COLUMNS * COLUMNS
     pages = arg(args, ARG.page_table) + slot * arg(args, ARG.max_pages) * 4
     key = first
     while key < last:
@@ -99,14 +99,14 @@ def _gather(
             dst = out + (key - first) * wide * 4
             if form != FLOAT:
                 scale = v.splat(load_f32(scale_at))
-                for i in range(0, dim, 16):
-                    v.store(dst + 4 * i, v.mul(load_kv(src, i, dim - i, bf16, form), scale))
+                for i in range(0, columns, 16):
+                    v.store(dst + 4 * i, v.mul(load_kv(src, i, columns - i, bf16, form), scale))
                 scale_at += SCALE_BYTES
             elif bf16 and not widen:
-                copy_kv_bf16(out + (key - first) * wide * 2, src, dim)
+                copy_kv_bf16(out + (key - first) * wide * 2, src, columns)
             else:
-                for i in range(0, dim, 16):
-                    v.store(dst + 4 * i, load_kv(src, i, dim - i, bf16, form))
+                for i in range(0, columns, 16):
+                    v.store(dst + 4 * i, load_kv(src, i, columns - i, bf16, form))
             src += key_stride(num_kv, dim, size)
             key += 1
 
@@ -164,10 +164,17 @@ def clear(total: int, state: int, wide: int) -> None:
 
 @device
 def write(args: int, row: int, q_head: int, total: int, state: int, bf16: bool) -> None:
-    """Divide the sums by the mass, round and store them."""
-    dim = arg(args, ARG.dim)
+    """Divide the sums by the mass, that of the head's sink included, round and store them."""
+    dim, sinks = arg(args, ARG.out_dim), arg(args, ARG.sinks)
     mass = v.splat(load_f32(state + 4))
     at = (row * arg(args, ARG.num_q) + q_head) * dim
+    if sinks != 0:
+        logit, old_top = load_f32(sinks + 4 * q_head), load_f32(state)
+        top = max(logit, old_top)
+        keep = v.exp(v.splat(np.float32(old_top - top)))
+        mass = v.add(v.mul(mass, keep), v.exp(v.splat(np.float32(logit - top))))
+        for d in range(0, dim, 16):
+            v.store(total + 4 * d, v.mul(v.load(total + 4 * d), keep))
     for d in range(0, dim, 16):
         v.tstore(arg(args, ARG.out), at + d, v.div(v.load(total + 4 * d), mass), dim - d, bf16)
 
@@ -249,12 +256,10 @@ def split_fma(
     group = num_q // arg(args, ARG.num_kv)
     queries = rows * group
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    part_state = part + queries * wide * 4
-    cache = arg(args, ARG.cache)
-    num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
-    values = cache + plane_bytes(
-        num_pages, page_size, arg(args, ARG.num_kv), dim, element_bytes(bf16, form), form
-    )
+    out_dim = arg(args, ARG.out_dim)
+    out_wide = (out_dim + COLUMNS - 1) // COLUMNS * COLUMNS
+    part_state = part + queries * out_wide * 4
+    cache, values = arg(args, ARG.cache), arg(args, ARG.values)
     is_raw = bf16 and form == FLOAT  # keys are transposed as they are stored
 
     qs = scratch  # [queries, wide] fp32, scaled
@@ -275,7 +280,7 @@ def split_fma(
                 v.store(qs + (i * wide + d) * 4, x)
     lowest = lowest // BLOCK * BLOCK
     for start in range(lowest, highest, BLOCK):
-        _gather(args, cache, slot, head, start, min(start + BLOCK, highest), lines, bf16, form, False)
+        _gather(args, cache, slot, head, start, min(start + BLOCK, highest), lines, dim, bf16, form, False)
         step, line_size = (8, 2) if is_raw else (16, 4)
         for d in range(0, dim, step):
             for key in range(0, BLOCK, step):
@@ -297,12 +302,14 @@ def split_fma(
         position = load_i64(positions + 8 * (i // group))
         begin = clip(first_key(position, window), split, split + SPLIT) - split
         end = clip(position + 1, split, split + SPLIT) - split
-        clear(part + i * wide * 4, part_state + 8 * i, wide)
+        clear(part + i * out_wide * 4, part_state + 8 * i, out_wide)
         if begin < end:
             top, mass = _softmax(scores + i * SPLIT * 4, begin, end)
             store_f32(part_state + 8 * i, top)
             store_f32(part_state + 8 * i + 4, mass)
     for start in range(lowest, highest, BLOCK):
         end = min(start + BLOCK, highest)
-        _gather(args, values, slot, head, start, end, lines, bf16, form, True)
-        _add_weighted_values(queries, group, positions, window, split, start, end, scores, lines, part, wide)
+        _gather(args, values, slot, head, start, end, lines, out_dim, bf16, form, True)
+        _add_weighted_values(
+            queries, group, positions, window, split, start, end, scores, lines, part, out_wide
+        )

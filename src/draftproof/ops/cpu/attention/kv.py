@@ -76,12 +76,6 @@ def key_stride(num_kv: int, dim: int, size: int) -> int:
 
 
 @inlined
-def plane_bytes(num_pages: int, page_size: int, num_kv: int, dim: int, size: int, form: int) -> int:
-    """Return the size in bytes of the plane of K, which is the offset of the plane of V."""
-    return kv_offset(num_pages * page_size, 0, page_size, num_kv, dim, size, form)
-
-
-@inlined
 def _fp8_to_float(data: Any) -> Any:
     """Return the values of e4m3 bytes, exactly; data: int32."""
     magnitude = v.iand(data, v.isplat(0x7F))

@@ -52,6 +52,27 @@ def finish(
             v.tstore(out, row * columns + column + i, x, n, out_bf16)
 
 
+@device
+def sum_panel(count: int, a: int, a_stride: int, b: int, depth: int, scratch: int, bf16: bool) -> int:
+    """Multiply `count` rows (up to 4) of A by a panel; return the address of the sums [count, 64]."""
+    size = 2 if bf16 else 4
+    total = scratch + count * COLUMNS * 4
+    for i in range(0, count * COLUMNS, 16):
+        v.store(total + 4 * i, v.splat(_ZERO))
+    for k in range(0, depth, DEPTH_BLOCK):
+        length = min(DEPTH_BLOCK, depth - k)
+        for i in range(0, count * COLUMNS, 16):
+            v.store(scratch + 4 * i, v.splat(_ZERO))
+        at = b + k * COLUMNS * size
+        if bf16:
+            panel_bf16(count, a + k * size, a_stride, at, 2 * COLUMNS, scratch, 4 * COLUMNS, length)
+        else:
+            panel_f32(count, a + k * size, a_stride, at, 4 * COLUMNS, scratch, 4 * COLUMNS, length)
+        for i in range(0, count * COLUMNS, 16):
+            v.store(total + 4 * i, v.add(v.load(total + 4 * i), v.load(scratch + 4 * i)))
+    return total
+
+
 def _linear(bf16: bool, out_bf16: bool) -> Kernel:
     size = 2 if bf16 else 4
 
@@ -68,22 +89,7 @@ def _linear(bf16: bool, out_bf16: bool) -> Kernel:
             w = weight + panel * depth * COLUMNS * size
             for row in range(first, last, MAX_ROWS):
                 count = min(MAX_ROWS, last - row)
-                total = scratch + count * COLUMNS * 4
-                for i in range(0, count * COLUMNS, 16):
-                    v.store(total + 4 * i, v.splat(_ZERO))
-                for k in range(0, depth, DEPTH_BLOCK):
-                    length = min(DEPTH_BLOCK, depth - k)
-                    for i in range(0, count * COLUMNS, 16):
-                        v.store(scratch + 4 * i, v.splat(_ZERO))
-                    a, a_stride = x + (row * depth + k) * size, depth * size
-                    b = w + k * COLUMNS * size
-                    if bf16:
-                        panel_bf16(count, a, a_stride, b, 2 * COLUMNS, scratch, 4 * COLUMNS, length)
-                    else:
-                        panel_f32(count, a, a_stride, b, 4 * COLUMNS, scratch, 4 * COLUMNS, length)
-                    for i in range(0, count * COLUMNS, 16):
-                        at = total + 4 * i
-                        v.store(at, v.add(v.load(at), v.load(scratch + 4 * i)))
+                total = sum_panel(count, x + row * depth * size, depth * size, w, depth, scratch, bf16)
                 for i in range(count):
                     line, column = total + i * 4 * COLUMNS, panel * COLUMNS
                     finish(line, out, bias, row + i, column, columns, COLUMNS, bf16, out_bf16)

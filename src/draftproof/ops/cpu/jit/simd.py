@@ -1,4 +1,4 @@
-"""Vectors of 16 lanes for numba, imported as `v`: types, loads and stores, arithmetic, exp and silu.
+"""Vectors of 16 lanes for numba, imported as `v`: types, loads and stores, arithmetic, exp and sigmoid.
 
 LLVM makes one AVX-512 instruction of an operation, or two of AVX2, or four of NEON. Written out like
 this, the order of every floating-point operation is the source's and not an optimiser's. Names with `i` are
@@ -277,7 +277,7 @@ def copy_bf16(target: int, source: int, count: int) -> None:
         copy_bytes(target, source, count * 2)
 
 
-# exp and silu with the same bits on every machine, independent of a math library.
+# exp and sigmoid with the same bits on every machine, independent of a math library.
 
 _F = np.float32
 LOG2E = _F(1.44269504088896341)
@@ -288,7 +288,7 @@ SMALLEST = _F(-87.33654)  # exp below this is less than the smallest normal numb
 LARGEST = _F(88.37626)
 C1, C2, C3 = _F(1.9875691500e-4), _F(1.3981999507e-3), _F(8.3334519073e-3)
 C4, C5, C6 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
-SILU_ZERO_BELOW = _F(-88.0)
+SIGMOID_ZERO_BELOW = _F(-88.0)
 ONE, ZERO = _F(1.0), _F(0.0)
 
 
@@ -311,7 +311,7 @@ def exp(x: Any) -> Any:
 
 
 @inlined
-def silu(x: Any) -> Any:
-    """Return x * sigmoid(x); 0 where that is below the smallest normal number."""
-    y = div(x, add(splat(ONE), exp(sub(splat(ZERO), x))))
-    return select(gt(splat(SILU_ZERO_BELOW), x), splat(ZERO), y)
+def mul_sigmoid(x: Any, z: Any) -> Any:
+    """Return x * sigmoid(z); 0 where the sigmoid is below the smallest normal number."""
+    y = div(x, add(splat(ONE), exp(sub(splat(ZERO), z))))
+    return select(gt(splat(SIGMOID_ZERO_BELOW), z), splat(ZERO), y)

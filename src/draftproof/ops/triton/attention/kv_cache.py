@@ -40,14 +40,14 @@ def kv_offset(cache, page, key, NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.
 
 @triton.jit
 def head_pointers(cache, plane, head, NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Return pointers to keys and values of a head on page 0, and to their scales where there are some."""
+    """Return pointers to keys and values of a head on page 0, then to their scales if they are quantised."""
     keys, values = cache + head * D, cache + plane + head * D
     if is_quantized(cache.dtype.element_ty):
         scales = cache + PAGE * NUM_KV * D + head * (PAGE * SCALE_BYTES)
         kind: tl.constexpr = tl.pointer_type(tl.float32)
         return keys, values, scales.to(kind, bitcast=True), (scales + plane).to(kind, bitcast=True)
     else:
-        return keys, values, None, None
+        return keys, values
 
 
 @triton.jit
@@ -89,16 +89,13 @@ def convert_elements(block, dtype: tl.constexpr):
 
 @triton.jit
 def load_scales(scales, page, key, exists, NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Load the scales [KEYS] of keys or values; None where the format has none."""
-    if scales is None:
-        return None
+    """Load the scales [KEYS] of quantised keys or values."""
+    stride: tl.constexpr = PAGE * NUM_KV * (D + SCALE_BYTES) // SCALE_BYTES
+    pointers = scales + page.to(tl.int64) * stride + key % PAGE
+    if exists is not None:
+        return tl.load(pointers, mask=exists, other=0.0)
     else:
-        stride: tl.constexpr = PAGE * NUM_KV * (D + SCALE_BYTES) // SCALE_BYTES
-        pointers = scales + page.to(tl.int64) * stride + key % PAGE
-        if exists is not None:
-            return tl.load(pointers, mask=exists, other=0.0)
-        else:
-            return tl.load(pointers)
+        return tl.load(pointers)
 
 
 @triton.jit

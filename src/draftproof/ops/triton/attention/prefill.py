@@ -22,6 +22,7 @@ from draftproof.ops.triton.attention import splitkv
 from draftproof.ops.triton.attention.kv_cache import (
     convert_elements,
     head_pointers,
+    is_quantized,
     kv_offset,
     load_keys,
     load_scales,
@@ -35,6 +36,7 @@ MAX_ONE_LIST_ROWS = 512  # with more rows there is a list of tall tiles too
 MAX_DEEP_PIPELINE_ROWS = 96  # up to it a program can have two blocks of keys in flight
 MAX_CHUNKED_ROWS = 48  # up to it tiles are divided into chunks
 MIN_CHUNKED_PROGRAMS = 128  # with fewer programs, parallel spans are faster than chunks
+MIN_CHUNK_GRID = 528  # programs of a launch with chunks: four per SM of an H200
 ROWS_PER_CHUNK_SPAN = 8  # rows of the call per span of a chunk: fewer tiles have shorter chunks
 
 
@@ -77,11 +79,14 @@ def attend_full_block(
     offset = kv_offset(kv[0], page, key, NUM_KV, D, PAGE)
     k = load_keys(kv[0], offset, None, 0.0, D, BD, "")
     v = load_values(kv[1], offset, None, 0.0, D, BD, "")
-    factor = splitkv.scaled_by_keys(scale, load_scales(kv[2], page, key, None, NUM_KV, D, PAGE))
-    value_scales = load_scales(kv[3], page, key, None, NUM_KV, D, PAGE)
+    factor = splitkv.score_factor(scale, kv, page, key, None, NUM_KV, D, PAGE)
     scores = tl.dot(q, convert_elements(k, q.dtype), input_precision="ieee") * factor
     top, p, decay = splitkv.softmax_step(scores, m)
-    sums, acc = splitkv.accumulate_values(p, v, value_scales, decay, sums, acc, q.dtype, KEYS, ONES)
+    if is_quantized(kv[0].dtype.element_ty):
+        value_scales = load_scales(kv[3], page, key, None, NUM_KV, D, PAGE)
+        sums, acc = splitkv.accumulate_values(p, v, value_scales, decay, sums, acc, q.dtype, KEYS, ONES)
+    else:
+        sums, acc = splitkv.accumulate_values(p, v, None, decay, sums, acc, q.dtype, KEYS, ONES)
     return top, sums, acc
 
 
@@ -139,14 +144,19 @@ def store_spans(
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """Sum blocks start..end and store every span separately."""
+    """Sum blocks start..end and store every span separately; page ids are loaded one iteration early."""
     BLOCKS: tl.constexpr = SPAN // KEYS
+    key = start * KEYS + tl.arange(0, KEYS)
+    page = tl.load(pages + key // PAGE, mask=key <= last, other=0)
     m1 = tl.full((BM,), float("-inf"), tl.float32)
     sums1 = tl.zeros((BM, ONES), tl.float32)
     acc1 = tl.zeros((BM, BD), tl.float32)
     for block in range(start, end):
-        m1, sums1, acc1 = splitkv.attend_block(
-            q, pos, pages, kv, first, last, block * KEYS, scale,
+        current_page = page
+        key = (block + 1) * KEYS + tl.arange(0, KEYS)
+        page = tl.load(pages + key // PAGE, mask=key <= last, other=0)
+        m1, sums1, acc1 = splitkv.attend_paged_block(
+            q, pos, current_page, kv, first, last, block * KEYS, scale,
             m1, sums1, acc1, NUM_KV, D, BD, PAGE, WINDOW, KEYS, ONES,
         )  # fmt: skip
         if (block % BLOCKS == BLOCKS - 1) | (block == end - 1):
@@ -158,7 +168,7 @@ def store_spans(
 @triton.jit
 def attend_chunk(
     q, pos, pages, kv, first, last, first_position, scale, parts, stats, counter, base, part,
-    chunk, ok, inside, out_at,
+    chunk, sink, ok, inside, out_at,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
     SPLIT_FULL: tl.constexpr, PREFETCH_PAGES: tl.constexpr,
@@ -178,7 +188,7 @@ def attend_chunk(
             NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
         )  # fmt: skip
         if length <= chunk:
-            splitkv.store_normalised(total, acc, out_at, inside)
+            splitkv.store_normalised(m, total, acc, sink, out_at, inside)
         else:
             store_partial(parts, stats, base + chunk_result, m, total, acc, ok, inside, BD)
     else:
@@ -192,12 +202,14 @@ def attend_chunk(
         if done == tl.cdiv(length, chunk) - 1:
             tl.store(counter, 0)
             count = length - chunk + 1
-            splitkv.merge_stored_spans(parts, stats, base, chunk_result, count, ok, inside, out_at, BM, BD)
+            splitkv.merge_stored_spans(
+                parts, stats, base, chunk_result, count, sink, ok, inside, out_at, BM, BD
+            )
 
 
 @triton.jit(do_not_specialize=["R", "max_pages", "spans", "chunk"])
 def prefill_attention_kernel(
-    q, slots, positions, page_table, cache, out, tiles, parts, stats, counters,
+    q, slots, positions, page_table, cache, out, tiles, parts, stats, counters, sinks,
     R, max_pages, plane, spans, chunk, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
@@ -238,6 +250,7 @@ def prefill_attention_kernel(
         q_offset = row_head[:, None] * D + d[None, :]
         query = tl.load(q + q_offset, mask=inside, other=0.0)
         pages = page_table + slot * max_pages
+        sink = None if sinks is None else splitkv.load_sinks(sinks, head * GROUP + i % GROUP)
         kv = head_pointers(cache, plane, head, NUM_KV, D, PAGE)
         if CHUNKS == 1:
             start, end = first // SPAN * (SPAN // KEYS), last // KEYS + 1
@@ -245,11 +258,12 @@ def prefill_attention_kernel(
                 query, pos, pages, kv, first, last, first_position, start, end, scale,
                 NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
             )  # fmt: skip
-            splitkv.store_normalised(total, acc, out + q_offset, inside)
+            splitkv.store_normalised(m, total, acc, sink, out + q_offset, inside)
         else:
             attend_chunk(
                 query, pos, pages, kv, first, last, first_position, scale, parts, stats,
-                counters + row * NUM_KV + head, row_head * spans, part, chunk, ok, inside, out + q_offset,
+                counters + row * NUM_KV + head, row_head * spans, part, chunk, sink, ok, inside,
+                out + q_offset,
                 NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
             )  # fmt: skip
     if WAIT == "last":
@@ -273,12 +287,13 @@ class PrefillAttention:
         return max(num_rows // ROWS_PER_CHUNK_SPAN, triton.cdiv(spans, MAX_CHUNKS), 1)
 
     def __call__(
-        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
-    ) -> None:
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         count, group, width = len(q), heads.num_q // heads.num_kv, padded_dim(heads)
         page_size, is_fp32 = cache.shape[2], q.dtype == torch.float32
         config = partial(_tile_config, width=width, is_fp32=is_fp32, group=group)
-        launch = partial(_launch, q=q, rows=rows, heads=heads, cache=cache, out=out)
+        launch = partial(_launch, q=q, rows=rows, heads=heads, cache=cache, out=out, sinks=sinks)
         pdl_options = {"LAUNCH_NEXT": pdl, "WAIT": "first" if pdl else ""}
         no_scratch = (out, out, out, 0, 0)
         if chunk := self.chunk_spans(count, heads, rows.page_table, page_size):
@@ -286,7 +301,7 @@ class PrefillAttention:
             spans = triton.cdiv(rows.page_table.shape[1] * page_size, splitkv.SPAN)
             tiles = self.worklists.by_keys(rows, short.height // group, chunk, heads.window)
             scratch = self._partials.reserve(count * heads.num_q * spans, width, count * heads.num_kv)
-            programs = count + count // 2  # with more chunks some programs take two
+            programs = chunk_programs(count, heads)
             launch(short, tiles, programs, (*scratch, spans, chunk), **pdl_options)
         elif count <= MAX_ONE_LIST_ROWS:
             limits = ((MAX_DEEP_PIPELINE_ROWS, SHORT_TILES_96), (256, SHORT_TILES))
@@ -303,6 +318,11 @@ class PrefillAttention:
             launch(short, short_tiles, programs, no_scratch, LAUNCH_NEXT=False, WAIT=wait)
 
 
+def chunk_programs(num_rows: int, heads: AttentionShape) -> int:
+    """Return the programs of a KV head for tiles in chunks; with more chunks some programs take several."""
+    return max(num_rows + num_rows // 2, triton.cdiv(MIN_CHUNK_GRID, heads.num_kv))
+
+
 def _tile_config(configs: dict[int, TileConfig], width: int, is_fp32: bool, group: int) -> TileConfig:
     config = configs.get(width, TileConfig(16, 4, 2))
     if is_fp32:  # one thread per output: taller tiles would not fit into registers
@@ -312,7 +332,8 @@ def _tile_config(configs: dict[int, TileConfig], width: int, is_fp32: bool, grou
 
 def _launch(
     config: TileConfig, tiles: Tensor, programs: int, scratch: tuple[Tensor, Tensor, Tensor, int, int],
-    q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, **pdl_launch: Any,
+    q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, sinks: Tensor | None,
+    **pdl_launch: Any,
 ) -> None:  # fmt: skip
     """Launch the kernel; `scratch`: parts, stats, counters, spans and chunk (0 for whole tiles)."""
     *partials, spans, chunk = scratch
@@ -322,7 +343,7 @@ def _launch(
     if config.max_registers and not INTERPRETED:
         options["maxnreg"] = config.max_registers
     prefill_attention_kernel[(heads.num_kv, programs)](
-        q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, *partials,
+        q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, *partials, sinks,
         len(q), rows.page_table.shape[1], cache.stride(0), spans, chunk, heads.scale * splitkv.LOG2_E,
         NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim,
         BD=padded_dim(heads), BM=config.height, PAGE=cache.shape[2], WINDOW=heads.window,

@@ -24,6 +24,7 @@ from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention.kv_cache import (
     convert_elements,
     head_pointers,
+    is_quantized,
     kv_offset,
     load_keys,
     load_scales,
@@ -63,12 +64,12 @@ def masked_scores(q, k, key, pos, scale, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def scaled_by_keys(scale, key_scales):
-    """Return the factor of scores: `scale`, times the scales of the keys [KEYS] where there are some."""
-    if key_scales is None:
-        return scale
+def score_factor(scale, kv, page, key, exists, NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """Return the factor of scores: `scale`, times the scales of quantised keys [1, KEYS]."""
+    if is_quantized(kv[0].dtype.element_ty):
+        return (load_scales(kv[2], page, key, exists, NUM_KV, D, PAGE) * scale)[None, :]
     else:
-        return (key_scales * scale)[None, :]
+        return scale
 
 
 @triton.jit
@@ -121,11 +122,14 @@ def attend_paged_block(
     exists = (key >= first) & (key <= last)  # memory of other keys may hold NaN
     offset = kv_offset(kv[0], page, key, NUM_KV, D, PAGE)
     k = load_keys(kv[0], offset, exists, 0.0, D, BD, "")
-    factor = scaled_by_keys(scale, load_scales(kv[2], page, key, exists, NUM_KV, D, PAGE))
+    factor = score_factor(scale, kv, page, key, exists, NUM_KV, D, PAGE)
     top, p, decay = softmax_step(masked_scores(q, k, key, pos, factor, WINDOW), m)
     v = load_values(kv[1], offset, exists, 0.0, D, BD, "")
-    value_scales = load_scales(kv[3], page, key, exists, NUM_KV, D, PAGE)
-    sums, acc = accumulate_values(p, v, value_scales, decay, sums, acc, q.dtype, KEYS, ONES)
+    if is_quantized(kv[0].dtype.element_ty):
+        value_scales = load_scales(kv[3], page, key, exists, NUM_KV, D, PAGE)
+        sums, acc = accumulate_values(p, v, value_scales, decay, sums, acc, q.dtype, KEYS, ONES)
+    else:
+        sums, acc = accumulate_values(p, v, None, decay, sums, acc, q.dtype, KEYS, ONES)
     return top, sums, acc
 
 
@@ -166,8 +170,22 @@ def prefetch_span(
 
 
 @triton.jit
-def store_normalised(total, acc, out_at, ok):
-    """Normalise, turn -0 into +0 (as adding a zero block would), round and store."""
+def load_sinks(sinks, head):
+    """Load the sink logits of query heads [BM], for exp2."""
+    return tl.load(sinks + head) * 1.4426950408889634
+
+
+@triton.jit
+def store_normalised(m, total, acc, sink, out_at, ok):
+    """Normalise, turn -0 into +0 (as adding a zero block would), round and store.
+
+    A `sink` [BM] takes part in the sum of weights only.
+    """
+    if sink is not None:
+        top = tl.maximum(m, sink)
+        decay = tl.exp2(m - top)
+        total = total * decay + tl.exp2(sink - top)
+        acc = acc * decay[:, None]
     tl.store(out_at, (acc / total[:, None] + 0.0).to(out_at.dtype.element_ty), mask=ok)
 
 
@@ -182,7 +200,7 @@ def store_partial(parts, stats, partial_index, m, total, acc, ok, inside, BD: tl
 
 @triton.jit(do_not_specialize=["R", "num_parallel"])  # one binary for every number of rows
 def splitkv_attention_kernel(
-    q, slots, positions, page_table, cache, out, parts, stats, counters,
+    q, slots, positions, page_table, cache, out, parts, stats, counters, sinks,
     R, max_pages, plane, spans, num_parallel, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
@@ -217,29 +235,32 @@ def splitkv_attention_kernel(
         q_offset = row_head[:, None] * D + d[None, :]
         query = tl.load(q + q_offset, mask=inside, other=0.0)
         pages = page_table + slot * max_pages
+        sink = None if sinks is None else load_sinks(sinks, head * GROUP + i % GROUP)
         kv = head_pointers(cache, plane, head, NUM_KV, D, PAGE)
         first_span = first // SPAN
         count = last // SPAN - first_span + 1
-        stride = tl.where(count == 1, 1, num_parallel)
-        if split < count:
-            for s in range(first_span + split, first_span + count, stride):
+        length = tl.cdiv(count, num_parallel)  # spans of a program, the same number in all but the last
+        start = first_span + split * length
+        if split * length < count:
+            for s in range(start, tl.minimum(start + length, first_span + count)):
                 m, total, acc = attend_span(
                     query, pos, pages, kv, first, last, s * SPAN, scale,
                     NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
                 )  # fmt: skip
                 if count == 1:
-                    store_normalised(total, acc, out + q_offset, inside)
+                    store_normalised(m, total, acc, sink, out + q_offset, inside)
                 else:
                     store_partial(parts, stats, row_head * spans + s, m, total, acc, ok, inside, BD)
             if count > 1:
                 tl.debug_barrier()
                 counter = counters + row * NUM_KV + head
                 num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                if num_done == tl.minimum(count, num_parallel) - 1:
+                if num_done == tl.cdiv(count, length) - 1:
                     tl.store(counter, 0)
                     merge_stored_spans(
-                        parts, stats, row_head * spans, first_span, count, ok, inside, out + q_offset, BM, BD
-                    )
+                        parts, stats, row_head * spans, first_span, count, sink, ok, inside, out + q_offset,
+                        BM, BD,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -254,7 +275,7 @@ def load_partial(parts, stats, at, d, ok, inside, BD: tl.constexpr):
 
 @triton.jit
 def merge_stored_spans(
-    parts, stats, base, first_span, count, ok, inside, out_at, BM: tl.constexpr, BD: tl.constexpr
+    parts, stats, base, first_span, count, sink, ok, inside, out_at, BM: tl.constexpr, BD: tl.constexpr
 ):
     """Merge the stored spans in ascending order and store the result."""
     d = tl.arange(0, BD)
@@ -271,7 +292,7 @@ def merge_stored_spans(
         m, total, acc = merge_partials(m, total, acc, m2, total2, acc2)
         m, total, acc = merge_partials(m, total, acc, m3, total3, acc3)
         m, total, acc = merge_partials(m, total, acc, m4, total4, acc4)
-    store_normalised(total, acc, out_at, inside)
+    store_normalised(m, total, acc, sink, out_at, inside)
 
 
 class PartialBuffers:
@@ -320,8 +341,9 @@ class SplitKVAttention:
         return max(1, min(spans, MAX_SPLIT_PROGRAMS // (num_rows * heads.num_kv)))
 
     def __call__(
-        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool
-    ) -> None:
+        self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         num_rows, max_pages, page_size = len(q), rows.page_table.shape[1], cache.shape[2]
         group, width = heads.num_q // heads.num_kv, padded_dim(heads)
         spans = triton.cdiv(max_pages * page_size, SPAN)
@@ -331,7 +353,7 @@ class SplitKVAttention:
         if width > 128 or q.dtype == torch.float32:
             stages = 2
         splitkv_attention_kernel[(num_rows, heads.num_kv, num_parallel)](
-            q, rows.slots, rows.positions, rows.page_table, cache, out, *scratch,
+            q, rows.slots, rows.positions, rows.page_table, cache, out, *scratch, sinks,
             num_rows, max_pages, cache.stride(0), spans, num_parallel, heads.scale * LOG2_E,
             NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(height, next_power_of_two(group)),
             PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES,

@@ -157,7 +157,7 @@ def merge_if_last(
     if num_done == items - 1:
         tl.store(counter, 0)
         splitkv.merge_stored_spans(
-            parts, stats, row_head * spans, first_span, count, ok, inside, out + q_offset, BM, BD
+            parts, stats, row_head * spans, first_span, count, None, ok, inside, out + q_offset, BM, BD
         )
 
 
@@ -212,7 +212,7 @@ def attend_spans(
         query = tl.load(q + q_offset, mask=inside, other=0.0, cache_modifier=".cg")
         m, total, acc = attend_span(query, ks, vs, pos, s * SPAN, scale, BD, BM, WINDOW, KEYS, SPAN, ONES)
         if count == 1:
-            splitkv.store_normalised(total, acc, out + q_offset, inside)
+            splitkv.store_normalised(m, total, acc, None, out + q_offset, inside)
         else:
             splitkv.store_partial(parts, stats, row_head * spans + s, m, total, acc, ok, inside, BD)
             merge_if_last(
@@ -278,7 +278,7 @@ def attend_tiles(
                 m, total, acc = splitkv.merge_partials(m, total, acc, m1, total1, acc1)
                 m1 = tl.full((BM,), float("-inf"), tl.float32)
         if pieces == 1:
-            splitkv.store_normalised(total, acc, out + q_offset, inside)
+            splitkv.store_normalised(m, total, acc, None, out + q_offset, inside)
         if PIECES:  # noqa: SIM102 - likewise
             if pieces > 1:
                 merge_if_last(

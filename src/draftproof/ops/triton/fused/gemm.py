@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.ops.triton.elementwise import inverse_rms, silu_gate, tree_levels, tree_sum_rows
+from draftproof.ops.triton.elementwise import act_gate, inverse_rms, tree_levels, tree_sum_rows
 from draftproof.ops.triton.fused.barrier import arrive, first_item, wait
 from draftproof.ops.triton.gemm.fused import load_rope_rows, rope_store_tile
 
@@ -207,7 +207,7 @@ def gate_up_stage(
         )  # fmt: skip
         rn = first + tl.arange(0, HALF)
         pointers = out + rm[:, None] * INNER + rn[None, :]
-        tl.store(pointers, silu_gate(low, high).to(out.dtype.element_ty), mask=(rm < R)[:, None])
+        tl.store(pointers, act_gate(low, high, "silu").to(out.dtype.element_ty), mask=(rm < R)[:, None])
         arrive(counter, GRID_SYNC)
     return goal + items
 

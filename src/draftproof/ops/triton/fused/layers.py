@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops import Layer, Rows
+from draftproof.ops import LatentAttention, Layer, Mlp, Rows
 from draftproof.ops.triton.attention import splitkv
 from draftproof.ops.triton.fused.attention import attention_stage, list_work_items
 from draftproof.ops.triton.fused.barrier import wait
@@ -183,6 +183,8 @@ class FusedLayersKernel:
             return False
         if any(layer.token_norm is not None for layer in layers[1:]):
             return False
+        if any(isinstance(layer.attention, LatentAttention) for layer in layers):
+            return False
         return all(_row_config(layer, *x.shape) is not None for layer in layers)
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
@@ -235,8 +237,8 @@ class FusedLayersKernel:
         """Launch the kernel for layers first..last of one shape."""
         count, hidden = x.shape
         attention, mlp, config = layer.attention, layer.mlp, _row_config(layer, count, hidden)
+        assert config is not None and isinstance(mlp, Mlp), "checked by `supports`"
         heads, depth = attention.heads, mlp.down.weight.shape[1]
-        assert config is not None, "checked by `supports`"
         width, page_size = heads.num_q * heads.dim, cache.shape[2]
         max_pages, padded = rows.page_table.shape[1], splitkv.padded_dim(heads)
         group, programs = heads.num_q // heads.num_kv, self.programs * config.programs_per_sm
@@ -288,6 +290,7 @@ def _panels(packed: PackedLinear) -> int:
 
 def _projections(layer: Layer) -> tuple[PackedLinear, ...]:
     """Return the layer's packed weights in the order of its address table."""
+    assert isinstance(layer.mlp, Mlp), "checked by `supports`"
     return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
 
 
@@ -300,10 +303,18 @@ def _layer_shape(layer: Layer) -> tuple[object, ...]:
 def _row_config(layer: Layer, rows: int, hidden: int) -> RowConfig | None:
     """Return the configuration for `rows` rows of a layer; None: not supported."""
     attention, heads = layer.attention, layer.attention.heads
+    if not isinstance(layer.mlp, Mlp):
+        return None
     width = heads.num_q * heads.dim
     if attention.q_norm is not None or attention.k_norm is not None or heads.dim % BN:
         return None
-    if layer.attention_norm is None or layer.residual_is_normed:
+    if attention.q_row_norm is not None or attention.sinks is not None:
+        return None
+    if layer.attention_norm is None or layer.mlp_norm is None or layer.residual_is_normed:
+        return None
+    if layer.attention_output_norm is not None or layer.mlp_output_norm is not None:
+        return None
+    if layer.mlp.activation != "silu" or layer.residual_scale != 1.0:
         return None
     if hidden % 64 or width % 64 or not _panels(layer.mlp.down):
         return None

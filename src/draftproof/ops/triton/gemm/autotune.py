@@ -29,6 +29,8 @@ from draftproof.ops.triton.gemm.tiles import (
 )
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import LaunchContext
+from draftproof.ops.triton.moe.tiles import tiles_of_key
+from draftproof.ops.triton.moe.tuning import ExpertCalls
 from draftproof.ops.triton.quantized import gemm as quantized
 from draftproof.ops.triton.quantized.rows import prepare_rows
 
@@ -61,6 +63,8 @@ def is_tuning_enabled() -> bool:
 
 def candidate_tiles(key: TileKey) -> list[Tile]:
     """Return the default tile of `key` and the tiles to compare with it."""
+    if key.num_experts:
+        return tiles_of_key(key)
     found = [default_tile(key.variant, key.max_rows, key.columns, key.kind)]
     extra = EXTRA_CANDIDATES.get(key.max_rows, ()) if key.kind == "bf16" else ()
     others = (*BF16_TILES[key.max_rows], *extra) if extra else tile_choices(key.kind, key.max_rows)
@@ -163,8 +167,11 @@ def create_tuner(launch: LaunchContext, gemm: dense.Gemm) -> TileTuner | None:
     if not launch.cuda or not is_tuning_enabled():
         return None
     buffers: dict[tuple[int, int], Tensor] = {}  # all calls share them: memory may be short
+    expert_calls = ExpertCalls(launch)
 
     def make_call(key: TileKey, packed: PackedLinear, rows: int, tile: Tile) -> Callable[[], Any]:
+        if key.num_experts:
+            return expert_calls.make(key, packed, rows, tile)
         columns = key.columns if key.variant == "dense" else key.columns // 2
         dtype = torch.bfloat16 if packed.format else packed.weight.dtype
         for shape in ((rows, key.depth), (rows, columns)):
@@ -176,14 +183,15 @@ def create_tuner(launch: LaunchContext, gemm: dense.Gemm) -> TileTuner | None:
         early = launch.early(x)
         if packed.format:
             inputs = prepare_rows(x, packed, early)
-            run = quantized.linear if key.variant == "dense" else quantized.linear_silu_mul
+            run = quantized.linear if key.variant == "dense" else quantized.linear_act_mul
             return lambda: run(inputs, packed, out, early, tile)
         if key.variant == "dense":
             return lambda: gemm(x, packed, out, early, tile)
-        return lambda: fused.linear_silu_mul(x, packed, out, early, tile)
+        return lambda: fused.linear_act_mul(x, packed, out, early, tile)
 
     def save(tiles: dict[TileKey, Tile]) -> None:
         buffers.clear()
+        expert_calls.clear()
         save_tiles(cache_file(launch.chip.name), launch.chip.name, tiles)
 
     return TileTuner(gemm.tiles, make_call, graph_milliseconds, save)

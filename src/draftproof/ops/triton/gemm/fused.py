@@ -1,4 +1,4 @@
-"""GEMM fused with the op after it: rotary embedding and KV cache write, or SiLU-mul.
+"""GEMM fused with the op after it: rotary embedding and KV cache write, or a gated activation.
 
 A program computes a tile of columns and the tile of their partners (the other half of a head, or `up` for
 `gate`), rounds both as `linear` does and applies the second op, with the bits of the two separate ops. bf16
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention.kv_cache import store_kv
-from draftproof.ops.triton.elementwise import silu_gate
+from draftproof.ops.triton.elementwise import act_gate
 from draftproof.ops.triton.gemm.dense import dot_rows, loads_weight_first, num_prefetch_lines
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
@@ -64,7 +64,7 @@ def fused_linear_kernel(
     x, w, bias, out, positions, slots, kv_index, rope, cache, M, N, K, pair_offset, plane,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr, ROPE: tl.constexpr, NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr,
-    PREFETCH_LINES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, PREFETCH_LINES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply x [M, K] and w [2 N, K]; ROPE: q to out [M, NUM_Q * D], k, v to the cache; else out [M, N]."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -114,13 +114,15 @@ def fused_linear_kernel(
         )
     else:
         pointers = out + rm.to(tl.int64)[:, None] * N + rn[None, :]
-        tl.store(pointers, silu_gate(low, high).to(dtype), mask=inside)
+        tl.store(pointers, act_gate(low, high, ACTIVATION).to(dtype), mask=inside)
 
 
-def linear_silu_mul(x: Tensor, packed: PackedLinear, out: Tensor, pdl: bool, tile: Tile) -> Tensor:
-    """Store a gate and up projection with SiLU-mul to `out`, and return it."""
-    inner = out.shape[1]
-    return _launch(x, packed, out, tile, triton.cdiv(inner, tile.bn), inner, inner, pdl)
+def linear_act_mul(
+    x: Tensor, packed: PackedLinear, out: Tensor, pdl: bool, tile: Tile, activation: str = "silu"
+) -> Tensor:
+    """Store a gate and up projection with its activation to `out`, and return it."""
+    columns = triton.cdiv(out.shape[1], tile.bn)
+    return _launch(x, packed, out, tile, columns, out.shape[1], out.shape[1], pdl, activation=activation)
 
 
 def linear_rope_store(
@@ -138,7 +140,7 @@ def linear_rope_store(
 def _launch(
     x: Tensor, packed: PackedLinear, out: Tensor, tile: Tile, columns: int, half_columns: int,
     pair_offset: int, pdl: bool, rows: Rows | None = None, heads: AttentionShape | None = None,
-    rope: Tensor | None = None, cache: Tensor | None = None,
+    rope: Tensor | None = None, cache: Tensor | None = None, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
     """Launch the kernel and return `out`; `rows`, `heads`, `rope` and `cache` of a QKV projection."""
     count, depth = x.shape
@@ -149,7 +151,7 @@ def _launch(
         count, half_columns, depth, pair_offset, 0 if cache is None else cache.stride(0),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, HAS_BIAS=packed.bias is not None,
         EVEN_K=depth % tile.bk == 0, ROPE=heads is not None, NUM_Q=heads.num_q if heads else 0,
-        NUM_KV=heads.num_kv if heads else 0, D=heads.dim if heads else 0,
+        NUM_KV=heads.num_kv if heads else 0, D=heads.dim if heads else 0, ACTIVATION=activation,
         PREFETCH_LINES=num_prefetch_lines(count, len(packed.weight), depth, 2),
         WEIGHT_FIRST=loads_weight_first(tile, packed, pdl),
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),

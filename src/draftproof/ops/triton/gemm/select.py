@@ -25,7 +25,7 @@ class Epilogue(Enum):
     """Op that a kernel fuses with the GEMM."""
 
     NONE = "none"
-    SILU_MUL = "silu_mul"
+    ACT_MUL = "act_mul"
     ROPE_STORE = "rope_store"
     SAMPLE = "sample"  # norm before, sampling after: `lm_head_sample`
     LAYERS = "layers"  # all layers in one kernel: `fused/layers`
@@ -44,7 +44,7 @@ MAX_FUSED_ONLY_ROWS = 64  # up to it a fused kernel is not compared with cuBLAS
 # Formats that the kernels of an epilogue read.
 KINDS: dict[Epilogue, frozenset[WeightKind]] = {
     Epilogue.NONE: frozenset({WeightKind.BF16, WeightKind.FP32, WeightKind.QUANTIZED}),
-    Epilogue.SILU_MUL: frozenset({WeightKind.BF16, WeightKind.QUANTIZED}),
+    Epilogue.ACT_MUL: frozenset({WeightKind.BF16, WeightKind.QUANTIZED}),
     Epilogue.ROPE_STORE: frozenset({WeightKind.BF16, WeightKind.QUANTIZED}),
     Epilogue.SAMPLE: frozenset({WeightKind.BF16}),
     Epilogue.LAYERS: frozenset({WeightKind.BF16}),
@@ -59,7 +59,7 @@ def supports_fused(packed: PackedLinear, rows: int, epilogue: Epilogue, head_dim
     if packed.kind not in KINDS[epilogue]:
         return False
     max_rows = fused.MAX_ROWS if packed.format is None else MAX_QUANTIZED_ROWS
-    if epilogue is Epilogue.SILU_MUL:
+    if epilogue is Epilogue.ACT_MUL:
         return 0 < rows <= max_rows and packed.columns % 2 == 0
     if epilogue is Epilogue.ROPE_STORE:
         return 0 < rows <= max_rows and head_dim % 32 == 0

@@ -13,7 +13,9 @@ from draftproof.ops.triton.gemm.tiles import ANY_ROWS, Tile, TileKey
 VERSION = 1
 SHIPPED = Path(__file__).with_name("tiles_h200.json")
 SHIPPED_CAPABILITY = (9, 0)
-_KEY = re.compile(r"(dense|fused) (\d+)x(\d+) (\w+) rows<=(\d+|any)")
+_KEY = re.compile(
+    r"(dense|fused|experts|experts_gate_up) (\d+)x(\d+) (\w+) rows<=(\d+|any)(?: top (\d+) of (\d+))?"
+)
 
 
 def cache_file(chip_name: str) -> Path:
@@ -54,9 +56,10 @@ def initial_tiles(chip_name: str, capability: tuple[int, int]) -> dict[TileKey, 
 
 
 def _encode_key(key: TileKey) -> str:
-    """Return the key as text, e.g. "dense 576x1536 bf16 rows<=16"."""
+    """Return the key as text, e.g. "dense 576x1536 bf16 rows<=16"; of experts with " top 8 of 128"."""
     rows = "any" if key.max_rows == ANY_ROWS else str(key.max_rows)
-    return f"{key.variant} {key.columns}x{key.depth} {key.kind} rows<={rows}"
+    experts = f" top {key.top_k} of {key.num_experts}" if key.num_experts else ""
+    return f"{key.variant} {key.columns}x{key.depth} {key.kind} rows<={rows}{experts}"
 
 
 def _decode(text: str) -> dict[TileKey, Tile]:
@@ -69,11 +72,14 @@ def _decode(text: str) -> dict[TileKey, Tile]:
         match = _KEY.fullmatch(name)
         if match is None:
             raise ValueError(f"malformed key {name!r}")
-        variant, columns, depth, kind, rows = match.groups()
+        variant, columns, depth, kind, rows, top_k, num_experts = match.groups()
         *sizes, weight_first = numbers
         powers = all(isinstance(size, int) and size > 0 and size & (size - 1) == 0 for size in sizes[:4])
         if len(sizes) != 5 or not powers or not 1 <= int(sizes[4]) <= 8 or min(sizes[:3]) < 16:
             raise ValueError(f"malformed tile {numbers} of {name!r}")
-        key = TileKey(variant, int(columns), int(depth), kind, ANY_ROWS if rows == "any" else int(rows))  # type: ignore[arg-type]
+        max_rows = ANY_ROWS if rows == "any" else int(rows)
+        key = TileKey(
+            variant, int(columns), int(depth), kind, max_rows, int(num_experts or 0), int(top_k or 0)  # type: ignore[arg-type]
+        )  # fmt: skip
         found[key] = Tile(*sizes, bool(weight_first))
     return found

@@ -24,7 +24,7 @@ class Tile(NamedTuple):
     weight_first: bool = False  # load the first weight tile before the previous kernel has completed
 
 
-Variant = Literal["dense", "fused"]
+Variant = Literal["dense", "fused", "experts", "experts_gate_up"]
 ANY_ROWS = 1 << 30
 ROW_BUCKETS = (16, 32, 64, 128, 256, 512, ANY_ROWS)  # maximum rows of each bucket
 
@@ -37,6 +37,8 @@ class TileKey(NamedTuple):
     depth: int
     kind: str  # `PackedLinear.kind_name`
     max_rows: int  # of the bucket
+    num_experts: int = 0  # of a grouped GEMM, whose columns are those of one expert
+    top_k: int = 0  # experts of a row
 
 
 # Tiles of bf16 weights: maximum rows -> one tile for each of MAX_COLUMNS. Few rows have many narrow tiles, so

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.elementwise import silu_gate
+from draftproof.ops.triton.elementwise import act_gate
 from draftproof.ops.triton.gemm.fused import load_rope_rows, rope_store_tile
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
@@ -93,7 +93,7 @@ def quantized_pairs_kernel(
     x, w, row_scales, scales, zeros, bias, out, positions, slots, kv_index, rope, cache, M, N, K, pair_offset,
     plane, weight_rows,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr, ROPE: tl.constexpr,
-    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, HALF: tl.constexpr, INT4_ZERO: tl.constexpr,
     SCALE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, PACKED_MATH: tl.constexpr,
     EVEN_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr,
@@ -142,7 +142,7 @@ def quantized_pairs_kernel(
     else:
         pointers = out + rm.to(tl.int64)[:, None] * N + rn[None, :]
         inside = row_ok[:, None] & col_ok[None, :]
-        tl.store(pointers, silu_gate(low, high).to(dtype), mask=inside)
+        tl.store(pointers, act_gate(low, high, ACTIVATION).to(dtype), mask=inside)
 
 
 def _constants(x: Tensor, packed: PackedLinear, tile: Tile, pdl: bool) -> dict[str, Any]:
@@ -179,12 +179,14 @@ def linear(x: Tensor | QuantizedRows, packed: PackedLinear, out: Tensor, pdl: bo
     )
 
 
-def linear_silu_mul(
-    x: Tensor | QuantizedRows, packed: PackedLinear, out: Tensor, pdl: bool, tile: Tile
-) -> Tensor:
-    """Store a gate and up projection with SiLU-mul to `out`, and return it."""
+def linear_act_mul(
+    x: Tensor | QuantizedRows, packed: PackedLinear, out: Tensor, pdl: bool, tile: Tile,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """Store a gate and up projection with its activation to `out`, and return it."""
     inner = out.shape[1]
-    return _launch_pairs(x, packed, out, tile, triton.cdiv(inner, tile.bn), inner, inner, pdl)
+    columns = triton.cdiv(inner, tile.bn)
+    return _launch_pairs(x, packed, out, tile, columns, inner, inner, pdl, activation=activation)
 
 
 def linear_rope_store(
@@ -202,7 +204,7 @@ def linear_rope_store(
 def _launch_pairs(
     x: Tensor | QuantizedRows, packed: PackedLinear, out: Tensor, tile: Tile, columns: int, half_columns: int,
     pair_offset: int, pdl: bool, rows: Rows | None = None, heads: AttentionShape | None = None,
-    rope: Tensor | None = None, cache: Tensor | None = None,
+    rope: Tensor | None = None, cache: Tensor | None = None, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
     """Launch the kernel and return `out`; `rows`, `heads`, `rope` and `cache` of a QKV projection."""
     values, *weights = _inputs(x, packed)
@@ -212,6 +214,6 @@ def _launch_pairs(
         values, *weights, out, *ints, out if rope is None else rope, out if cache is None else cache,
         count, half_columns, depth, pair_offset, 0 if cache is None else cache.stride(0), packed.columns,
         ROPE=heads is not None, NUM_Q=heads.num_q if heads else 0, NUM_KV=heads.num_kv if heads else 0,
-        D=heads.dim if heads else 0, **_constants(values, packed, tile, pdl),
+        D=heads.dim if heads else 0, ACTIVATION=activation, **_constants(values, packed, tile, pdl),
     )  # fmt: skip
     return out

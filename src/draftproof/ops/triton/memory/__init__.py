@@ -1,0 +1,1 @@
+"""Device memory that is released and mapped again at the same addresses."""
