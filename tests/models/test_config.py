@@ -182,5 +182,5 @@ def test_end_tokens_come_from_both_files() -> None:
 
 
 def test_every_architecture_has_its_transformers_class() -> None:
-    for name in MODELS:
+    for name in set(MODELS) - {"MiMoForCausalLM"}:  # its code is in the checkpoint
         assert hasattr(transformers, name)

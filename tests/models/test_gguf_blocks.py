@@ -136,6 +136,8 @@ def test_engine_on_blocks_is_exact_under_speculation(
     options |= {"max_num_batched_tokens": 16, "max_num_seqs": 3}
     with LLM(str(path), speculative_config=speculative, **options) as llm:
         together, num_drafts = run(llm, prompts)
+        shown = "int4" if quantization == "int4" else kind
+        assert f", {shown} weights with float32 activations on cpu (cpu backend)" in llm.engine.describe()
     assert together == alone and num_drafts
 
 

@@ -28,7 +28,7 @@ from draftproof.models.gguf.file import read_gguf
 from draftproof.models.gguf.llama import config_from_gguf
 from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.registry import expected_tensors
-from draftproof.models.rope import inverse_frequencies, pairs_to_halves, qk_to_halves
+from draftproof.models.rope import inverse_frequencies, qk_to_halves
 from gguf_files import CAN_QUANTISE, K_TYPES, gguf_name, write_gguf
 
 SIZES: dict[str, Any] = {
@@ -214,9 +214,7 @@ def test_gguf_types_dequantize_as_gguf_does(tmp_path: Path, kind: str) -> None:
         if data.dtype == np.uint8:
             data = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
         wanted = torch.from_numpy(data.astype(np.float32))
-        for part, heads in (("q_proj", 4), ("k_proj", 2)):
-            if part in name:
-                wanted = pairs_to_halves(wanted, heads)
+        wanted = qk_to_halves(name, wanted, found.config)
         assert torch.equal(tensor, wanted), name
         assert torch.equal(narrow.tensors[name], wanted.to(torch.bfloat16)), name
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -297,7 +295,7 @@ def test_gguf_rope_scaling_is_parsed(tmp_path: Path, extra: dict[str, Any], scal
     ("arch", "extra", "message"),
     [
         ("gemma2", {}, "gemma2.*supported: llama"),
-        ("llama", {"expert_count": 8}, "experts"),
+        ("qwen3", {"expert_count": 8}, "experts"),
         ("llama", {"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "longrope"),
         ("llama", {"rope.dimension_count": 8}, "partial rotary"),
         ("llama", {"attention.value_length": 8}, "values of another size"),
@@ -462,6 +460,15 @@ def test_large_dummy_tensors_come_from_a_pool(monkeypatch: pytest.MonkeyPatch) -
     assert len(large) > 2 and len({tuple(t.view(-1)[:16].tolist()) for t in large}) == len(large)
     assert all(len(t.unique(dim=0)) == len(t) for t in large)
     assert all(0.005 < t.std() < 0.03 for t in large)
+
+
+def test_dummy_tensors_of_a_huge_model_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_tensors, "MAX_DRAWN_NUMBERS", 1)
+    tensors = dummy_tensors(SMALL, torch.bfloat16, 5)
+    assert same(tensors, dummy_tensors(SMALL, torch.bfloat16, 5))
+    matrices = [t for t in tensors.values() if t.ndim == 2]
+    assert len({t.untyped_storage().data_ptr() for t in matrices}) <= 3  # one pool for each magnitude
+    assert len({t.data_ptr() for t in matrices}) == len(matrices)
 
 
 def test_unknown_load_options_are_refused(tmp_path: Path) -> None:

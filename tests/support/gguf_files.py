@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,23 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate.": "ffn_gate_inp.",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.gate.": "ffn_gate_inp.",
+    "mlp.shared_expert_gate.": "ffn_gate_inp_shexp.",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "block_sparse_moe.experts.0.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.0.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.0.w2": "ffn_down_exps",
+    "mlp.experts.0.gate_proj": "ffn_gate_exps",
+    "mlp.experts.0.up_proj": "ffn_up_exps",
+    "mlp.experts.0.down_proj": "ffn_down_exps",
     "post_attention_layernorm": "ffn_norm",
     "input_layernorm": "attn_norm",
 }
@@ -34,7 +52,18 @@ CAN_QUANTISE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16")
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 
 
-def gguf_name(name: str) -> str:
+AFTER_BLOCKS = {
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+# architectures whose files hold rotary pairs as adjacent rows of q and k
+PERMUTED = ("llama", "mistral", "granite", "smollm3", "ernie4_5", "ernie4_5-moe")
+
+
+def gguf_name(name: str, names_all_norms: bool = False) -> str:
+    for old, new in (AFTER_BLOCKS if names_all_norms else {}).items():
+        name = name.replace(old, new)
     for old, new in NAMES.items():
         name = name.replace(old, new)
     return name
@@ -63,6 +92,14 @@ def encode(values: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarra
     else:
         blocks[..., :4] = scales
     return blocks.reshape(values.shape[0], -1)
+
+
+def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stack the tensors of all experts under the name of the first, as convert_hf_to_gguf.py does."""
+    stacked: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        stacked.setdefault(re.sub(r"experts\.\d+\.", "experts.0.", name), []).append(tensor)
+    return {name: torch.stack(parts) if ".experts." in name else parts[0] for name, parts in stacked.items()}
 
 
 def write_gguf(
@@ -109,18 +146,22 @@ def write_gguf(
     if tokens is not None:
         writer.add_token_list(tokens)
     stored = {}
-    for name, tensor in tensors.items():
+    for name, tensor in stack_experts(tensors).items():
         values = tensor.float().numpy()
-        if arch in ("llama", "mistral") and ".q_proj." in name:
+        if arch in PERMUTED and ".q_proj." in name:
             values = interleave(values, config.num_heads)
-        if arch in ("llama", "mistral") and ".k_proj." in name:
+        if arch in PERMUTED and ".k_proj." in name:
             values = interleave(values, config.num_kv_heads)
+        stored_name = gguf_name(name, bool(config.norms.mlp_output) or arch == "glm4moe")
+        if "exp_probs_b" in stored_name:
+            values = values.flatten()
         matrix = values.ndim > 1
-        own = next((k for part, k in (kinds or {}).items() if part in gguf_name(name).split(".")), kind)
+        own = next((k for part, k in (kinds or {}).items() if part in stored_name.split(".")), kind)
+        own = "F32" if "ffn_gate_inp" in stored_name else own  # routers
         data = encode(values, own, rng) if matrix else values.astype(np.float32)
         raw_type = gguf.GGMLQuantizationType[own] if matrix else None
-        stored[gguf_name(name)] = data
-        writer.add_tensor(gguf_name(name), data, raw_dtype=raw_type)
+        stored[stored_name] = data
+        writer.add_tensor(stored_name, data, raw_dtype=raw_type)
     for name, data in (more or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()

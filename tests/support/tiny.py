@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.metrics import RequestStats
-from draftproof.models.config import ModelConfig, RopeScaling
+from draftproof.models.config import LatentConfig, LayerNorms, ModelConfig, MoeConfig, RopeScaling
 from draftproof.models.load import Checkpoint, load_checkpoint
+from draftproof.ops import Routing
 from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
@@ -48,6 +49,119 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "qwen3": {"architecture": "Qwen3ForCausalLM", "qk_norm": True, "head_dim": 16},
+    "qwen3_moe": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "qk_norm": True,
+        "moe": MoeConfig(Routing(8, 3), intermediate_size=32),
+    },
+    "ernie4_5_moe": {
+        "architecture": "Ernie4_5_MoeForCausalLM",
+        "rope_interleaved": True,
+        "tie_embeddings": True,
+        "moe": MoeConfig(
+            Routing(8, 2, num_groups=4, top_groups=2, scoring="sigmoid", group_score="top2_sum", scale=2.0),
+            intermediate_size=32,
+            dense_layers=(0,),
+            shared_intermediate_size=40,
+            correction="mlp.moe_statics.e_score_correction_bias",
+            is_correction_row=True,
+        ),
+    },
+    "mixtral": {
+        "architecture": "MixtralForCausalLM",
+        "moe": MoeConfig(
+            Routing(4, 2),
+            intermediate_size=32,
+            router="block_sparse_moe.gate",
+            experts="block_sparse_moe.experts",
+            projections=("w1", "w3", "w2"),
+        ),
+    },
+    "glm4_moe": {
+        "architecture": "Glm4MoeForCausalLM",
+        "qkv_bias": True,
+        "qk_norm": True,
+        "partial_rotary_dim": 4,
+        "moe": MoeConfig(
+            Routing(4, 2, "sigmoid", group_score="top2_sum", scale=1.5),
+            intermediate_size=16,
+            dense_layers=(0,),
+            shared_intermediate_size=16,
+            correction="mlp.gate.e_score_correction_bias",
+        ),
+    },
+    "qwen2_moe": {
+        "architecture": "Qwen2MoeForCausalLM",
+        "qkv_bias": True,
+        "moe": MoeConfig(
+            Routing(6, 2, normalize=False),
+            intermediate_size=32,
+            dense_layers=(0,),
+            shared_intermediate_size=40,
+            has_shared_gate=True,
+            shared="mlp.shared_expert",
+        ),
+    },
+    "gpt_oss": {
+        "architecture": "GptOssForCausalLM",
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "has_sinks": True,
+        "windows": (9, 0),
+        "activation": "swiglu_oai",
+        "moe": MoeConfig(Routing(6, 2), 32, router="mlp.router", has_router_bias=True),
+    },
+    "gemma3": {
+        "architecture": "Gemma3ForCausalLM",
+        "qk_norm": True,
+        "windows": (9, 0),
+        "local_rope_theta": 500.0,
+        "norms": LayerNorms("input_layernorm", "post_attention_layernorm", "pre_mlp_norm", "post_mlp_norm"),
+        "activation": "gelu_tanh",
+        "attention_scale": 0.3,
+        "embedding_scale": 32**0.5,
+        "tie_embeddings": True,
+    },
+    "glm4": {
+        "architecture": "Glm4ForCausalLM",
+        "qkv_bias": True,
+        "partial_rotary_dim": 4,
+        "norms": LayerNorms(attention_output="post_self_attn_norm", mlp_output="post_mlp_norm"),
+    },
+    "olmo2": {
+        "architecture": "Olmo2ForCausalLM",
+        "qk_row_norm": True,
+        "norms": LayerNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    },
+    "granite": {
+        "architecture": "GraniteForCausalLM",
+        "attention_scale": 0.3,
+        "embedding_scale": 3.0,
+        "residual_scale": 0.7,
+        "logit_scale": 0.6,
+        "no_rope_layers": (1,),  # as SmolLM3
+    },
+}
+
+
+LATENT = LatentConfig(q_rank=24, kv_rank=32, nope_dim=12, value_dim=10, scale=0.2)
+ARCHITECTURES["deepseek_v2"] = {  # as V2-Lite: queries without a low-rank projection
+    "architecture": "DeepseekV2ForCausalLM",
+    "latent": replace(LATENT, q_rank=0),
+    "num_kv_heads": 4,
+}
+ARCHITECTURES["deepseek_v3"] = {
+    "architecture": "DeepseekV3ForCausalLM",
+    "latent": LATENT,
+    "num_kv_heads": 4,
+    "moe": MoeConfig(
+        Routing(8, 3, "sigmoid", num_groups=4, top_groups=2, group_score="top2_sum", scale=2.5),
+        intermediate_size=16,
+        dense_layers=(0,),
+        shared_intermediate_size=16,
+        correction="mlp.gate.e_score_correction_bias",
+    ),
 }
 
 

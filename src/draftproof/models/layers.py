@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from draftproof.ops import Attention, Layer, Mlp, Ops, QuantizedTable, Rows
+from draftproof.ops import Attention, LatentAttention, Layer, Mlp, Moe, Ops, QuantizedTable, Rows
 
 
 def run_layers(
@@ -15,7 +16,7 @@ def run_layers(
     layers: Sequence[Layer],
     norm: Tensor | None,  # [hidden]: after the last layer; None: no norm
     rows: Rows,
-    rope: Tensor,  # [max_len, dim]
+    rope: Tensor | Sequence[Tensor],  # [max_len, dim]: of all layers, or one per layer
     caches: Sequence[Tensor],  # one per layer
     eps: float,
     taps: Sequence[int] = (),  # layers whose residual is returned
@@ -28,8 +29,10 @@ def run_layers(
     Return the normed rows and the residual (the residual twice without `norm`), then the residual after
     each layer of `taps`: [R, hidden] each, or [W, hidden] with `output_rows`.
     """
-    if fused and output_rows is None and ops.forward.fused_layers is not None:
-        found = ops.forward.fused_layers(residual, layers, rows, rope, caches, eps, taps, embedding)
+    ropes = [rope] * len(layers) if isinstance(rope, Tensor) else rope
+    has_one_rope = all(table is ropes[0] for table in ropes)
+    if fused and output_rows is None and has_one_rope and ops.forward.fused_layers is not None:
+        found = ops.forward.fused_layers(residual, layers, rows, ropes[0], caches, eps, taps, embedding)
         if found is not None:
             normed = found[0] if norm is None else ops.forward.rms_norm(found[0], norm, eps)
             return normed, *found
@@ -37,43 +40,95 @@ def run_layers(
     next_layers = [*layers[1:], None]
     tapped: dict[int, Tensor] = {}
     for i, (layer, cache, next_layer) in enumerate(zip(layers, caches, next_layers, strict=True)):
-        x = attention_forward(ops, layer.attention, x, rows, rope, cache, eps)
+        x = attention_forward(ops, layer.attention, x, rows, ropes[i], cache, eps)
         if output_rows is not None and layer is layers[-1]:  # K and V are stored: other rows end here
             x, residual = x.index_select(0, output_rows), residual.index_select(0, output_rows)
-        x = ops.forward.linear(x, layer.attention.out)
-        x, residual = ops.forward.add_rms_norm_input(x, residual, layer.mlp_norm, eps, layer.mlp.gate_up)
-        x = mlp_forward(ops, layer.mlp, x)
-        if next_layer is not None and next_layer.attention_norm is not None:
-            reader = next_layer.attention.qkv
-            x, residual = ops.forward.add_rms_norm_input(x, residual, next_layer.attention_norm, eps, reader)
-        else:  # without a next norm only the sum is used, so the weight does not matter
-            next_norm = norm if next_layer is None else None
-            x, residual = ops.forward.add_rms_norm(
-                x, residual, layer.mlp_norm if next_norm is None else next_norm, eps
-            )
+        x = block_output(ops, ops.forward.linear(x, layer.attention.out), layer, is_mlp=False, eps=eps)
+        # the router of a mixture of experts reads the rows too, so they stay as they are
+        reader = None if isinstance(layer.mlp, Moe) else layer.mlp.gate_up
+        x, residual = add_norm(ops, x, residual, layer.mlp_norm, eps, reader)
+        next_norm = norm if next_layer is None else next_layer.attention_norm
+        next_reader = None if next_layer is None else next_layer.attention.qkv
+        x, residual = mlp_block(ops, layer, x, residual, next_norm, eps, next_reader)
         if i in taps:
             tapped[i] = residual
-    return residual if norm is None else x, residual, *(tapped[i] for i in taps)
+    return x, residual, *(tapped[i] for i in taps)
+
+
+def block_output(ops: Ops, x: Tensor, layer: Layer, is_mlp: bool, eps: float) -> Tensor:
+    """Norm and scale the output x [R, hidden] of a block where the layer does so before the sum."""
+    weight = layer.mlp_output_norm if is_mlp else layer.attention_output_norm
+    if weight is not None:
+        x = ops.forward.rms_norm(x, weight, eps)
+    return x if layer.residual_scale == 1.0 else ops.forward.scale(x, layer.residual_scale)
+
+
+def add_norm(
+    ops: Ops, x: Tensor, residual: Tensor, norm: Tensor | None, eps: float, reader: Any = None
+) -> tuple[Any, Tensor]:
+    """Add x to the residual, [R, hidden] each; return the normed sum, or the sum without a norm, and the sum.
+
+    The packed weight `reader` reads the normed sum.
+    """
+    if norm is None:
+        total = ops.forward.add(x, residual)
+        return total, total
+    if reader is None:
+        return ops.forward.add_rms_norm(x, residual, norm, eps)
+    return ops.forward.add_rms_norm_input(x, residual, norm, eps, reader)
+
+
+def mlp_block(
+    ops: Ops, layer: Layer, x: Tensor, residual: Tensor, norm: Tensor | None, eps: float, reader: Any
+) -> tuple[Any, Tensor]:
+    """Add the layer's MLP of rows x to the residual, [R, hidden] each, and norm the sum; see `add_norm`."""
+    adds_output = layer.mlp_output_norm is None and layer.residual_scale == 1.0
+    if isinstance(layer.mlp, Moe) and adds_output and norm is not None:
+        return ops.forward.moe_add_rms_norm(x, layer.mlp, residual, norm, eps, reader)
+    x = block_output(ops, mlp_forward(ops, layer.mlp, x), layer, is_mlp=True, eps=eps)
+    return add_norm(ops, x, residual, norm, eps, reader)
 
 
 def attention_forward(
-    ops: Ops, attention: Attention, x: Tensor, rows: Rows, rope: Tensor, cache: Tensor, eps: float
+    ops: Ops,
+    attention: Attention | LatentAttention,
+    x: Tensor,
+    rows: Rows,
+    rope: Tensor,
+    cache: Tensor,
+    eps: float,
 ) -> Tensor:
-    """Store K and V of rows x [R, hidden] and attend: [R, num_q * dim], before the output projection."""
+    """Store K and V of rows x [R, hidden] and attend: the input rows of the output projection."""
     q = store_kv(ops, attention, x, rows, rope, cache, eps)
-    return ops.forward.attention(q, rows, attention.heads, cache)
+    if isinstance(attention, LatentAttention):
+        x = ops.forward.attention(q, rows, attention.heads, cache)
+        return ops.forward.head_linear(x, attention.value_up)
+    return ops.forward.attention(q, rows, attention.heads, cache, attention.sinks)
 
 
 def store_kv(
-    ops: Ops, attention: Attention, x: Tensor, rows: Rows, rope: Tensor, cache: Tensor, eps: float
+    ops: Ops,
+    attention: Attention | LatentAttention,
+    x: Tensor,
+    rows: Rows,
+    rope: Tensor,
+    cache: Tensor,
+    eps: float,
 ) -> Tensor:
     """Project rows x [R, hidden], store their K and V in `cache`, and return q [R, num_q * dim]."""
+    if isinstance(attention, LatentAttention):
+        q = ops.forward.latent_store(ops.forward.linear(x, attention.qkv), rows, attention, rope, cache)
+        if attention.q_up is not None:
+            q = ops.forward.linear(q, attention.q_up)
+        return ops.forward.latent_queries(q, rows, attention, rope)
     return ops.forward.linear_rope_store(x, rows, attention, rope, cache, eps)
 
 
-def mlp_forward(ops: Ops, mlp: Mlp, x: Tensor) -> Tensor:
-    """Apply the gated MLP to rows x [R, hidden]: [R, hidden]."""
-    return ops.forward.linear(ops.forward.linear_silu_mul(x, mlp.gate_up), mlp.down)
+def mlp_forward(ops: Ops, mlp: Mlp | Moe, x: Tensor) -> Tensor:
+    """Apply the gated MLP or the mixture of experts to rows x [R, hidden]: [R, hidden]."""
+    if isinstance(mlp, Moe):
+        return ops.forward.moe(x, mlp)
+    return ops.forward.linear(ops.forward.linear_act_mul(x, mlp.gate_up, mlp.activation), mlp.down)
 
 
 def first_layer_input(

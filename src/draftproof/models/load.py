@@ -17,27 +17,27 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError, nearest
 from draftproof.models.config import ModelConfig, read_json
+from draftproof.models.draft_head.mtp_forms import declared_mtp_layers
 from draftproof.models.expected_tensors import (
     IGNORED_TENSORS,
-    check_shapes,
     dummy_tensors,
     split_draft_tensors,
 )
+from draftproof.models.families.checkpoint import split_fused, split_stacked_experts, text_tensors
+from draftproof.models.families.moe import keeps_stored_dtype
 from draftproof.models.gguf.file import GGUFFile, is_gguf, read_gguf
 from draftproof.models.gguf.llama import config_from_gguf, gguf_tensors, gguf_weights
 from draftproof.models.gguf.weight_cache import read_unpacked, unpacked_path, write_unpacked
 from draftproof.models.gguf.weights import has_blocks
 from draftproof.models.hub import find_model
 from draftproof.models.quantized.config import parse_quantization
-from draftproof.models.quantized.read import read_quantized
+from draftproof.models.quantized.read import read_stored
 from draftproof.models.registry import config_from_hf, expected_tensors
-from draftproof.models.rope import qk_to_halves
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
 from draftproof.models.weight_formats import FloatWeight, WeightTensor, dequantize_all
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NEEDS_GGUF = "quantization 'gguf' computes from the blocks of a GGUF file: give one as model"
-_STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,14 @@ def load_checkpoint(
     seed: int = 0,
     progress: bool = True,
     keep_blocks: bool | None = False,
+    converts: bool = True,
 ) -> Checkpoint:
     """Load `model`: a folder, a .gguf file, a built-in name or a Hugging Face id.
 
     dtype "auto" keeps fp32 checkpoints in fp32 and converts every other one to bf16. `load_format` "dummy"
     makes random weights from `seed`; it takes a ModelConfig in place of a name too. `keep_blocks` keeps the
-    blocks of a GGUF file instead of dequantising them; None: if there is a GGUF file with blocks.
+    blocks of a GGUF file instead of dequantising them; None: if there is a GGUF file with blocks. Without
+    `converts` the weights of safetensors files keep their stored dtype and stay mapped from the files.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}: {nearest(dtype, ['auto', *DTYPES])}")
@@ -97,6 +99,8 @@ def load_checkpoint(
         raise ConfigError(NEEDS_GGUF)
     if keep_blocks is not False and load_format == "gguf":
         return _load_gguf(source, requested, seed, progress, keep_blocks)
+    if load_format == "safetensors":
+        return _load_safetensors(source, requested, seed, progress, converts)
     return FORMATS[load_format](source, requested, seed, progress)
 
 
@@ -147,7 +151,9 @@ def _folder_config(source: Path) -> tuple[ModelConfig, dict[str, Any]]:
     return config_from_hf(raw, read_json(generation) if generation.exists() else None, str(path)), raw
 
 
-def _load_safetensors(source: Path, requested: torch.dtype | None, seed: int, progress: bool) -> Checkpoint:
+def _load_safetensors(
+    source: Path, requested: torch.dtype | None, seed: int, progress: bool, converts: bool = True
+) -> Checkpoint:
     if source.is_file():
         raise LoadError(f"{source}: a folder with config.json and safetensors files is expected")
     config, raw = _folder_config(source)
@@ -161,29 +167,28 @@ def _load_safetensors(source: Path, requested: torch.dtype | None, seed: int, pr
                 stored[name] = tensor
     if "embed_tokens.weight" in stored:  # a decoder without its LM head, as embedding models are saved
         stored = {name if name.startswith("lm_head.") else f"model.{name}": t for name, t in stored.items()}
+    stored = split_stacked_experts(split_fused(text_tensors(stored), config), config)
     tensors, draft_tensors = split_draft_tensors(stored, raw)
-    if draft_tensors:
+    if draft_tensors or declared_mtp_layers(raw):
         config = replace(config, mtp_source=str(source))
     config = _resolve_tied_embeddings(config, tensors)
-    expected = expected_tensors(config)
-    quantized: dict[str, WeightTensor] = {}
-    if quantization is not None:
-        quantized = read_quantized(tensors, quantization, config, str(source))
-    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-    check_shapes(shapes | {name: weight.shape for name, weight in quantized.items()}, expected, str(source))
-    stored_dtype = tensors["model.embed_tokens.weight"].dtype
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _STORED_DTYPES:
-            raise LoadError(f"{source}: {name} is {tensor.dtype}, not fp32, bf16 or fp16")
+    weights = read_stored(tensors, expected_tensors(config), quantization, config, str(source))
+    floats = {name: weight.data for name, weight in weights.items() if isinstance(weight, FloatWeight)}
+    stored_dtype = floats["model.embed_tokens.weight"].dtype
+    for tensor in floats.values():
         if tensor.ndim > 1 and tensor.dtype != torch.float32:
             stored_dtype = tensor.dtype
     dtype = requested or (torch.float32 if stored_dtype == torch.float32 else torch.bfloat16)
     stored_name = str(stored_dtype).removeprefix("torch.")
     config = replace(config, dtype=quantization.name if quantization else stored_name)
-    if config.rope_interleaved:
-        tensors = {name: qk_to_halves(name, tensor, config) for name, tensor in tensors.items()}
-    ready = {name: quantized.get(name) or FloatWeight(tensors[name].to(dtype)) for name in expected}
-    return Checkpoint(config, ready, dtype, source, "safetensors")
+    if config.norm_offset:
+        for name, tensor in floats.items():
+            if name.endswith("norm.weight"):
+                floats[name] = tensor.float() + config.norm_offset
+    if converts:
+        floats = {n: t if keeps_stored_dtype(n, config) else t.to(dtype) for n, t in floats.items()}
+    weights |= {name: FloatWeight(tensor) for name, tensor in floats.items()}
+    return Checkpoint(config, weights, dtype, source, "safetensors")
 
 
 def _resolve_tied_embeddings(config: ModelConfig, tensors: dict[str, Tensor]) -> ModelConfig:

@@ -1,7 +1,7 @@
 """Table of model architectures, and the protocol that their classes implement.
 
 A dense family whose differences are flags of `ModelConfig` is one line here and one entry of
-`hf_config.DENSE_FAMILIES`. Another kind of model is one line here and a module with its class.
+`families.dense.DENSE_FAMILIES`. Another kind of model is one line here and a module with its class.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig
-from draftproof.models.weight_formats import PackedStore, WeightTensor
+from draftproof.models.weight_formats import PackedEntry, PackedStore, WeightTensor
 from draftproof.ops import KVLayout, Ops, QuantizedTable, Rows
 from draftproof.registry import lookup
 
@@ -24,9 +24,26 @@ _DENSE = "draftproof.models.decoder:DenseDecoder"
 MODELS = {
     "LlamaForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,
+    "MixtralForCausalLM": _DENSE,
     "Qwen2ForCausalLM": _DENSE,
+    "Qwen2MoeForCausalLM": _DENSE,
     "Qwen3ForCausalLM": _DENSE,
+    "Qwen3MoeForCausalLM": _DENSE,
     "Ernie4_5ForCausalLM": _DENSE,
+    "Gemma3ForCausalLM": _DENSE,
+    "Gemma3ForConditionalGeneration": _DENSE,
+    "Ernie4_5_MoeForCausalLM": _DENSE,
+    "Glm4MoeForCausalLM": _DENSE,
+    "GlmForCausalLM": _DENSE,
+    "GptOssForCausalLM": _DENSE,
+    "Glm4ForCausalLM": _DENSE,
+    "GraniteForCausalLM": _DENSE,
+    "MiMoForCausalLM": _DENSE,
+    "Olmo2ForCausalLM": _DENSE,
+    "Phi3ForCausalLM": _DENSE,
+    "SmolLM3ForCausalLM": _DENSE,
+    "DeepseekV2ForCausalLM": _DENSE,
+    "DeepseekV3ForCausalLM": _DENSE,
 }
 
 
@@ -36,6 +53,7 @@ class Model(Protocol):
     config: ModelConfig
     embedding: Tensor | QuantizedTable  # [V, hidden]
     lm_head: Any  # packed, [V, hidden]
+    entries: Sequence[PackedEntry]  # every part that was made from weights
 
     def __init__(
         self,

@@ -30,15 +30,23 @@ class Runner:
         max_rows: int,
         taps: Sequence[int] = (),
         kv_cache_dtype: str = "auto",
+        captures: bool = True,
     ) -> None:
-        """Allocate K and V. `taps`: layers whose residual rows `forward_tapped` returns."""
+        """Allocate K and V. `taps`: layers whose residual rows `forward_tapped` returns.
+
+        `captures`: let the backend capture the forward pass, which then consists of its ops alone.
+        """
         self.model = model
         self.ops = ops
         self.dtype = dtype
         self.page_size = page_size
         layout = model.kv_layout(model.config, resolve_kv_dtype(kv_cache_dtype, dtype))
         self.caches = layout.allocate(num_pages, page_size, ops.device)
-        self._forward = ops.runtime.capture(lambda rows: model.forward(rows, self.caches, taps), max_rows)
+
+        def run(rows: Rows) -> tuple[Tensor, ...]:
+            return model.forward(rows, self.caches, taps)
+
+        self._forward = ops.runtime.capture(run, max_rows) if captures else run
 
     def rows(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Rows:
         """Return rows with the KV index of each computed from the page table."""
@@ -61,3 +69,6 @@ class Runner:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocab] of hidden rows [rows, hidden]."""
         return self.model.logits(hidden)
+
+    def check_ranks(self, error: BaseException | None = None) -> None:
+        """Raise EngineDeadError if the model has several ranks and one has ended, or raised `error`."""

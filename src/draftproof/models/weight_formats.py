@@ -7,9 +7,12 @@ dequantised weight.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from functools import partial
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from draftproof.errors import ConfigError, LoadError
 from draftproof.models.weights.low_bit import Fp8BlockWeight as Fp8BlockWeight
 from draftproof.models.weights.low_bit import Fp8Weight as Fp8Weight
 from draftproof.models.weights.low_bit import Int4GroupWeight as Int4GroupWeight
+from draftproof.models.weights.sharded import RowParallelWeight, VocabParallelWeight
 from draftproof.models.weights.tensor import FloatWeight as FloatWeight
 from draftproof.models.weights.tensor import WeightTensor as WeightTensor
 from draftproof.ops import Ops
@@ -90,10 +94,25 @@ class BlockWeight(WeightTensor):
         return "blocks"
 
     @property
+    def stored_as(self) -> str:
+        """Return the number of bits of an integer."""
+        return "int4" if self.data.dtype == torch.uint8 else "int8"
+
+    @property
     def group(self) -> int:
         """Return the number of consecutive elements that share a scale."""
         assert self.scales is not None
         return self.data.shape[1] // self.scales.shape[1]
+
+    @property
+    def column_unit(self) -> int:
+        """Return the columns of a group, or of a block of activations, which is as long or longer."""
+        return max(self.group, INT4_GROUP)
+
+    def columns(self, begin: int, end: int) -> Self:
+        """Return the columns begin..end."""
+        assert self.scales is not None
+        return type(self)(self.data[:, begin:end], self.scales[:, begin // self.group : end // self.group])
 
     @classmethod
     def cat(cls, weights: Sequence[Self]) -> Self:
@@ -136,7 +155,9 @@ class BlockWeight(WeightTensor):
 # dtype of the stored matrix -> format; every other dtype is a FloatWeight
 FORMATS: dict[torch.dtype, type[WeightTensor]] = {torch.int8: Int8RowWeight}
 
-LINEAR_SUFFIX = "_proj.weight"  # of the linear layers; embeddings and the LM head stay floats
+# Names of linear layers; embeddings, routers and the LM head stay floats.
+LINEAR_SUFFIXES = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+HEADS_SUFFIX = ".kv_b_proj.weight"  # multiplied head by head in floats, see `latent_attention`
 # format -> quantisation of a float matrix [N, K]
 QUANTIZERS: dict[str, Callable[[Tensor], WeightTensor]] = {
     "w8a8": W8A8Weight.quantize,
@@ -144,6 +165,15 @@ QUANTIZERS: dict[str, Callable[[Tensor], WeightTensor]] = {
     "fp8": Fp8Weight.quantize,
     "w4a16": Int4GroupWeight.quantize,
 }
+
+
+def used_formats(weights: Mapping[str, WeightTensor], ops: Ops) -> str:
+    """Return the quantised formats that the backend multiplies, by decreasing size; "" if there is none."""
+    sizes: Counter[str] = Counter()
+    for weight in weights.values():
+        if not isinstance(weight, FloatWeight) and weight.format in ops.forward.weight_formats:
+            sizes[weight.stored_as] += math.prod(weight.shape)
+    return "/".join(name for name, _ in sizes.most_common())
 
 
 def quantizer(quantization: str, ops: Ops) -> Callable[[Tensor], WeightTensor] | None:
@@ -154,23 +184,42 @@ def quantizer(quantization: str, ops: Ops) -> Callable[[Tensor], WeightTensor] |
 
 def quantize_linears(weights: dict[str, WeightTensor], quantization: str, ops: Ops) -> None:
     """Quantise the float weights of linear layers in place, one by one, if `quantization` is made on load."""
+    quantize = linear_quantizer(weights, quantization, ops)
+    for name, weight in weights.items():
+        weights[name] = quantize(name, weight)
+
+
+def linear_quantizer(
+    weights: Mapping[str, WeightTensor], quantization: str, ops: Ops
+) -> Callable[[str, WeightTensor], WeightTensor]:
+    """Return the function that quantises a weight of a linear layer; others are returned unchanged."""
     quantize = quantizer(quantization, ops)
     if quantize is None:
-        return
-    if stored := {w.format for w in weights.values() if not isinstance(w, FloatWeight)}:
+        return lambda name, weight: weight
+    if stored := {w.format for w in weights.values() if not _is_float(w)}:
         raise ConfigError(
             f"quantization {quantization!r} is made from float weights, and the checkpoint is quantised "
             f"already ({', '.join(sorted(stored))}): leave quantization out"
         )
-    for name, weight in weights.items():
-        if name.endswith(LINEAR_SUFFIX) and isinstance(weight, FloatWeight):
-            matrix = weight.data.to(ops.device)  # a GPU quantises a model in seconds
-            if not bool(matrix.isfinite().all()):
-                raise LoadError(f"{name} has values that are not finite: it cannot be quantised")
-            try:
-                weights[name] = quantize(matrix)
-            except LoadError as error:
-                raise LoadError(f"{name} cannot be quantised: {error}") from error
+
+    def quantized(name: str, weight: WeightTensor) -> WeightTensor:
+        is_linear = name.endswith(LINEAR_SUFFIXES) and not name.endswith(HEADS_SUFFIX)
+        if not is_linear or not _is_float(weight):
+            return weight
+        matrix = weight.to(ops.device).dequantize()  # a GPU quantises a model in seconds
+        if not bool(matrix.isfinite().all()):
+            raise LoadError(f"{name} has values that are not finite: it cannot be quantised")
+        try:
+            return quantize(matrix)
+        except LoadError as error:
+            raise LoadError(f"{name} cannot be quantised: {error}") from error
+
+    return quantized
+
+
+def _is_float(weight: WeightTensor) -> bool:
+    """Return whether backends receive a weight of the checkpoint as floats."""
+    return isinstance(weight, FloatWeight) or weight.is_unpacked
 
 
 def read_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:
@@ -198,8 +247,24 @@ class PackedStore(Protocol):
         """Return weights packed as one; None if they are not stored."""
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEntry:
+    """Part of a model on the device, and how it is made from weights of the checkpoint."""
+
+    formats: Mapping[str, str]  # names of these weights, with the format of each
+    shapes: Mapping[str, tuple[int, ...]]
+    pack: Callable[[Mapping[str, WeightTensor]], Any]
+    packed: Any
+
+
 class WeightPacker:
-    """Remove weights from a checkpoint one by one and pack them for a backend, so that none is held twice."""
+    """Remove weights from a checkpoint one by one and pack them for a backend, so that none is held twice.
+
+    `entries` records how each part was made, so that new weights can be packed in the same form.
+    """
 
     def __init__(
         self,
@@ -215,22 +280,78 @@ class WeightPacker:
         self.dtype = dtype
         self.draft = draft
         self.store = store
+        self.entries: list[PackedEntry] = []
+
+    def derive(self, names: Sequence[str], pack: Callable[[Mapping[str, WeightTensor]], T]) -> T:
+        """Remove weights and return what `pack` makes of them, which depends on nothing else."""
+        weights = {name: self.weights.pop(name) for name in names}
+        return self.record(weights, pack, pack(weights))
+
+    def record(
+        self,
+        weights: Mapping[str, WeightTensor],
+        pack: Callable[[Mapping[str, WeightTensor]], T],
+        packed: T,
+    ) -> T:
+        """Record that `packed` is what `pack` makes of `weights`."""
+        formats = {name: weight.format for name, weight in weights.items()}
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        self.entries.append(PackedEntry(formats, shapes, pack, packed))
+        return packed
 
     def tensor(self, name: str) -> Tensor:
         """Remove one weight and return it dequantised on the device."""
-        return self.weights.pop(name).dequantize(self.dtype).to(self.ops.device).contiguous()
+        return self.derive([name], lambda weights: self.on_device(weights[name]))
+
+    def on_device(self, weight: WeightTensor) -> Tensor:
+        """Return a weight dequantised on the device."""
+        return weight.dequantize(self.dtype).to(self.ops.device).contiguous()
+
+    def fp32(self, name: str) -> Tensor:
+        """Remove one weight and return it on the device in fp32."""
+        return self.derive([name], lambda weights: self._as_stored(weights[name]).float())
+
+    def _as_stored(self, weight: WeightTensor) -> Tensor:
+        return weight.dequantize().to(self.ops.device).contiguous()
+
+    def router(self, name: str, bias: bool = False) -> Any:
+        """Remove the weight of a router, and its bias, and pack them without rounding."""
+        names, pack = [f"{name}.weight", f"{name}.bias"][: 1 + bias], self.ops.forward.pack_router
+
+        def pack_stored(weights: Mapping[str, WeightTensor]) -> Any:
+            matrix, *vectors = (self._as_stored(weights[each]) for each in names)
+            return pack(matrix, vectors[0].float() if vectors else None)
+
+        return self.derive(names, pack_stored)
+
+    def experts(self, names: Sequence[Sequence[str]], bias: bool) -> Any:
+        """Remove the weights of each expert and pack them as `ForwardOps.stacks_experts` requires."""
+        if self.ops.forward.stacks_experts:
+            return self.packed([name for expert in names for name in expert], bias)
+        return tuple(self.packed(expert, bias) for expert in names)
 
     def packed(self, names: Sequence[str], bias: bool) -> Any:
         """Remove linear weights, concatenate their output rows and pack them for `Ops.linear`."""
-        weights = [self.weights.pop(f"{name}.weight") for name in names]
-        biases = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        stored = None if self.store is None else self.store.packed(names, weights, biases)
-        if stored is not None:
-            return stored
-        parts = [weight.to(self.ops.device) for weight in weights]
+        matrices, biases = [f"{name}.weight" for name in names], [f"{name}.bias" for name in names if bias]
+        weights = {name: self.weights.pop(name) for name in (*matrices, *biases)}
+        pack = partial(self._pack_linear, matrices, biases)
+        stored = None
+        if self.store is not None:
+            parts = [weights[name] for name in matrices]
+            stored = self.store.packed(names, parts, self._bias(biases, weights))
+        return self.record(weights, pack, pack(weights) if stored is None else stored)
+
+    def _bias(self, names: Sequence[str], weights: Mapping[str, WeightTensor]) -> Tensor | None:
+        return torch.cat([self.on_device(weights[name]) for name in names]) if names else None
+
+    def _pack_linear(
+        self, names: Sequence[str], biases: Sequence[str], weights: Mapping[str, WeightTensor]
+    ) -> Any:
+        parts = [weights[name].to(self.ops.device) for name in names]
         if len({type(part) for part in parts}) > 1:  # a file may store one of q, k and v as floats
             parts = [FloatWeight(part.dequantize(self.dtype)) for part in parts]
-        return pack_weight(self.ops, type(parts[0]).cat(parts), biases, self.dtype, self.draft)
+        bias = self._bias(biases, weights)
+        return pack_weight(self.ops, type(parts[0]).cat(parts), bias, self.dtype, self.draft)
 
 
 def pack_weight(
@@ -241,6 +362,10 @@ def pack_weight(
     draft: bool = False,
 ) -> Any:
     """Pack a weight for `Ops.linear`: in its own format where the backend multiplies it, else dequantised."""
+    if isinstance(weight, RowParallelWeight):
+        return weight.pack(lambda part: pack_weight(ops, part, dtype=dtype), bias)
+    if isinstance(weight, VocabParallelWeight):
+        return weight.pack(lambda part: pack_weight(ops, part, dtype=dtype), bias, ops.forward.table_formats)
     if weight.format in ops.forward.weight_formats:
         return ops.forward.pack_quantized(weight.format, weight.data, weight.scales, bias, weight.zeros)
     pack = ops.forward.pack_draft_linear if draft else ops.forward.pack_linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, RopeScaling
 from draftproof.models.expected_tensors import linear_shapes
+from draftproof.models.registry import expected_tensors, kv_layout
 from draftproof.ops import KVLayout
 
 FEATURES = ("aux", "last", "last_normed")
 FEATURE_NORMS = ("none", "whole", "each")
 # Fields that a ModelConfig has under the same names.
 LAYER_SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "rope_scaling")
-_LAYER_FIELDS = ("intermediate_size", "num_layers", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", *LAYER_SIZES)
+LAYER_FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
+_LAYER_FIELDS = ("intermediate_size", "num_layers", *LAYER_FLAGS, *LAYER_SIZES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,9 @@ class DraftHeadConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     window: int = 0  # attention window; 0: full attention
+    is_hidden_first: bool = False  # mtp: the feature precedes the embedding in the projected row
+    # The target and its MTP layers as further layers, where they are in its checkpoint; not stored.
+    native: ModelConfig | None = None
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -149,7 +154,9 @@ class DraftHeadConfig:
         return self.draft_vocab_size != self.target.vocab_size
 
     def decoder(self) -> ModelConfig:
-        """Return the layers as a model configuration."""
+        """Return the layers as a model configuration; they are its last `num_layers` layers."""
+        if self.native is not None:
+            return self.native
         return ModelConfig(
             architecture=self.kind,
             vocab_size=self.draft_vocab_size,
@@ -160,11 +167,13 @@ class DraftHeadConfig:
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Return the storage of K and V that this draft head needs."""
+        if self.native is not None:
+            return replace(kv_layout(self.native, dtype), num_layers=self.num_layers)
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every stored tensor; `formats` renames those of public formats."""
-        hidden, wide, decoder = self.hidden_size, self.target.hidden_size, self.decoder()
+        hidden, wide = self.hidden_size, self.target.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         if self.own_embedding:
             shapes["embed_tokens.weight"] = (self.target.vocab_size, hidden)
@@ -182,17 +191,7 @@ class DraftHeadConfig:
             shapes[fuse] = (hidden, 2 * hidden)
             if self.fc_bias:
                 shapes[f"{join.projection}.bias"] = (hidden,)
-        for index in range(self.num_layers):
-            at, first = f"layers.{index}.", index == 0
-            inputs = 2 * hidden if first and join.attends_to_pair else hidden
-            if first and join.attends_to_pair:
-                shapes[at + "hidden_norm.weight"] = (hidden,)
-            if not first or self.input_norm:
-                shapes[at + "input_layernorm.weight"] = (hidden,)
-            shapes |= linear_shapes(at, decoder, inputs)
-            if self.qk_norm:
-                shapes |= {f"{at}self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
-            shapes[at + "post_attention_layernorm.weight"] = (hidden,)
+        shapes |= self._layers() if self.native is None else _last_layer(self.native)
         if self.final_norm:
             shapes["norm.weight"] = (hidden,)
         if not self.share_lm_head:
@@ -201,9 +200,26 @@ class DraftHeadConfig:
             shapes["d2t"] = (self.draft_vocab_size,)
         return shapes
 
+    def _layers(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of the tensors of the decoder layers."""
+        hidden, decoder, pairs = self.hidden_size, self.decoder(), self.join.attends_to_pair
+        shapes: dict[str, tuple[int, ...]] = {}
+        for index in range(self.num_layers):
+            at, first = f"layers.{index}.", index == 0
+            if first and pairs:
+                shapes[at + "hidden_norm.weight"] = (hidden,)
+            if not first or self.input_norm:
+                shapes[at + "input_layernorm.weight"] = (hidden,)
+            shapes |= linear_shapes(at, decoder, 2 * hidden if first and pairs else hidden)
+            if self.qk_norm:
+                shapes |= {f"{at}self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
+            shapes[at + "post_attention_layernorm.weight"] = (hidden,)
+        return shapes
+
     def to_json(self) -> dict[str, Any]:
         """Return the contents of a config.json."""
-        return asdict(self)
+        assert self.native is None
+        return {key: value for key, value in asdict(self).items() if key != "native"}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> DraftHeadConfig:
@@ -215,12 +231,19 @@ class DraftHeadConfig:
         try:
             values["aux_layers"] = tuple(values.get("aux_layers", ()))
             scaling = dict(values.get("rope_scaling", {}))
-            scaling["factors"] = tuple(scaling.get("factors", ()))
+            for name in ("factors", "long_factors"):
+                scaling[name] = tuple(scaling.get(name, ()))
             values["rope_scaling"] = RopeScaling(**scaling)
             values["target"] = TargetIdentity(**values["target"])
             return cls(**values)
         except (TypeError, KeyError) as error:
             raise LoadError(f"not the config of a draft head: {error}") from error
+
+
+def _last_layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors of a model's last layer, as layer 0."""
+    prefix, shapes = f"model.layers.{model.num_layers - 1}.", expected_tensors(model)
+    return {"layers.0." + n.removeprefix(prefix): shapes[n] for n in shapes if n.startswith(prefix)}
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:

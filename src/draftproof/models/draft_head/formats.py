@@ -16,6 +16,8 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, read_json
 from draftproof.models.draft_head.config import LAYER_SIZES, DraftHeadConfig, TargetIdentity
+from draftproof.models.draft_head.mtp_forms import declared_mtp_layers, find_form
+from draftproof.models.draft_head.native import read_native_mtp
 from draftproof.models.expected_tensors import check_shapes, split_draft_tensors
 from draftproof.models.hub import find_model
 from draftproof.models.registry import config_from_hf
@@ -51,15 +53,6 @@ _PREFIXES = (
     ("mtp_layers.0.token_layernorm.", "enorm."),
     ("mtp_layers.", "layers."),
 )
-# Names inside a layer stored after the model's last one -> ours; others belong to layer 0.
-_NEXT_LAYER_NAMES = (
-    ("eh_proj.", "eh_proj."),
-    ("enorm.", "enorm."),
-    ("hnorm.", "hnorm."),
-    ("shared_head.norm.", "norm."),
-    ("shared_head.head.", "lm_head."),
-    ("embed_tokens.", "embed_tokens."),
-)
 _SPECULATORS_KINDS = ("eagle3", "mtp")
 _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -76,8 +69,10 @@ def read_draft_head(where: str | Path, num_layers: int) -> tuple[DraftHeadConfig
     try:
         if "kind" in raw and "target" in raw:
             config, weights = DraftHeadConfig.from_json(raw), read_weights(tensors)
+        elif (parts := _whole_model(tensors, raw)) is not None:
+            return read_native_mtp(raw, *parts)
         else:
-            config, tensors = _read_public(raw, _draft_tensors(tensors, raw), num_layers)
+            config, tensors = _read_public(raw, tensors, num_layers)
             weights = read_weights(tensors)
         shapes = {name: weight.shape for name, weight in weights.items()}
         check_shapes(shapes, config.tensors(), "its tensors")
@@ -96,24 +91,21 @@ def load_draft_head(
     return config, weights
 
 
-def _draft_tensors(tensors: dict[str, Tensor], raw: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the MTP tensors where the folder holds a whole model, else all tensors."""
+def named_weights(tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, WeightTensor]:
+    """Return tensors of a head in any format as weights under our names, for an update."""
+    if find_form(tensors, num_layers) is not None:
+        raise LoadError("an MTP layer under its model's names is updated from files: give the model's folder")
+    used = [name for name in tensors if name not in _UNUSED and "rotary_emb" not in name]
+    return read_weights({_rename(name): tensors[name] for name in used})
+
+
+def _whole_model(
+    tensors: dict[str, Tensor], raw: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+    """Return the tensors of a model and of its MTP layers; None where the folder holds a head alone."""
     model, draft = split_draft_tensors(tensors, raw)
-    if not draft or "model.norm.weight" not in model:
-        return tensors
-    first = raw.get("num_hidden_layers")
-    return {_next_layer_name(name, f"model.layers.{first}."): tensor for name, tensor in draft.items()}
-
-
-def _next_layer_name(name: str, prefix: str) -> str:
-    """Return the name of an MTP tensor that is stored as the layer after the last (DeepSeek's names)."""
-    if not name.startswith(prefix):
-        return name
-    rest = name.removeprefix(prefix)
-    for stored, renamed in _NEXT_LAYER_NAMES:
-        if rest.startswith(stored):
-            return renamed + rest.removeprefix(stored)
-    return "layers.0." + rest
+    is_whole = {"model.norm.weight", "model.embed_tokens.weight"} <= model.keys()
+    return (model, draft) if is_whole and (draft or declared_mtp_layers(raw)) else None
 
 
 def _check_ids(config: DraftHeadConfig, weights: Mapping[str, WeightTensor]) -> None:

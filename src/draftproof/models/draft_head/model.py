@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.decoder import decoder_layer
 from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
 from draftproof.models.layers import first_layer_input, run_layers, store_kv
 from draftproof.models.rope import rope_table
 from draftproof.models.weight_formats import FloatWeight, WeightPacker, WeightTensor
+from draftproof.models.weights.packed_tree import copy_into
+from draftproof.models.weights.update import check_update
 from draftproof.ops import Ops, QuantizedTable, Rows
 from draftproof.types import Windows
 
@@ -57,7 +60,10 @@ class DraftHeadModel:
             shared = self.embedding
             if isinstance(shared, QuantizedTable):
                 shared = ops.forward.embed(torch.arange(shared.shape[0], device=ops.device), shared)
-            self.embedding = self.embedding if torch.equal(own, shared) else own
+            if torch.equal(own, shared):
+                packer.entries.clear()  # the copy is not kept
+            else:
+                self.embedding = own
         self.ids = packer.tensor("d2t") if config.has_reduced_vocab else None  # [draft vocab] target ids
         if self.ids is not None:  # logits of ids outside the draft vocabulary stay -inf
             self._logits = torch.full((max_logits_rows, self.vocab), -math.inf, device=ops.device)
@@ -67,9 +73,10 @@ class DraftHeadModel:
         if join.norms_inputs and not join.attends_to_pair:
             self.norms = [packer.tensor(f"{name}.weight") for name in ("enorm", "hnorm")]
         self.fc = packer.packed([join.projection], config.fc_bias)
+        begin = decoder.num_layers - config.num_layers
         first = "hidden_norm" if join.attends_to_pair else "input_layernorm" if config.input_norm else None
         self.layers = [
-            decoder_layer(packer, f"layers.{i}.", decoder, i, "input_layernorm" if i else first)
+            decoder_layer(packer, f"layers.{i}.", decoder, begin + i, "input_layernorm" if i else first)
             for i in range(config.num_layers)
         ]
         if join.attends_to_pair:
@@ -84,6 +91,31 @@ class DraftHeadModel:
             self.lm_head = target.lm_head
         else:
             self.lm_head = ops.forward.pack_draft_linear(target.lm_head_rows(self.ids))
+        self.entries = packer.entries
+
+    def check_weights(self, weights: Mapping[str, WeightTensor]) -> dict[str, WeightTensor]:
+        """Return new weights of the head in the form that `entries` take; LoadError if they do not fit."""
+        given = dict(weights)
+        ids = given.pop("d2t", None)  # files store the id, or its difference to the draft id
+        if ids is not None and (self.ids is None or not _has_ids(ids.data, self.ids.cpu())):
+            raise LoadError("d2t differs: the draft vocabulary of a head cannot be updated")
+        known = {name for entry in self.entries for name in entry.formats}
+        if "embed_tokens.weight" in given and "embed_tokens.weight" not in known:
+            raise LoadError(
+                "the head uses the embedding of its target, which is updated with the target: "
+                "leave embed_tokens.weight out"
+            )
+        if self.config.feature_norm == "each":
+            if missing := self.config.tensors().keys() - given.keys() - {"d2t"}:
+                raise LoadError(f"{min(missing)} is missing: the norms of this head are part of its fc")
+            given = _fold_feature_norms(self.config, given)
+        check_update(self.entries, given)
+        return given
+
+    def refresh_lm_head(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Take the rows of the target's LM head again; `rows`: as `TargetParts.lm_head_rows`."""
+        if self.config.share_lm_head and self.ids is not None:
+            copy_into(self.lm_head, self.ops.forward.pack_draft_linear(rows(self.ids)))
 
     def feature(self, rows: Tensor) -> Tensor:
         """Reduce rows of the target [R, layers * target hidden] to feature rows [R, hidden]."""
@@ -125,7 +157,8 @@ class DraftHeadModel:
         if self.norms:
             embedded = ops.forward.rms_norm(embedded, self.norms[0], eps)
             feature = ops.forward.rms_norm(feature.contiguous(), self.norms[1], eps)
-        return ops.forward.linear(ops.forward.concat_columns(embedded, feature), self.fc)
+        pair = (feature, embedded) if self.config.is_hidden_first else (embedded, feature)
+        return ops.forward.linear(ops.forward.concat_columns(*pair), self.fc)
 
     def _normed(self, row: Tensor) -> Tensor:
         eps = self.config.rms_norm_eps
@@ -165,6 +198,14 @@ class DraftHeadModel:
         token = self.ops.sampling.argmax(logits) if greedy else self.ops.sampling.sample(logits, windows)[0]
         out.copy_(torch.where(windows.slot >= 0, token, 0))
         return row
+
+
+def _has_ids(stored: Tensor, ids: Tensor) -> bool:
+    """Return whether a file's d2t means `ids`."""
+    same = stored.to("cpu", torch.int64)
+    return same.shape == ids.shape and (
+        torch.equal(same, ids) or torch.equal(same + torch.arange(len(ids)), ids)
+    )
 
 
 def _fold_feature_norms(config: DraftHeadConfig, weights: dict[str, WeightTensor]) -> dict[str, WeightTensor]:

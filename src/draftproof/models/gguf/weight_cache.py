@@ -40,7 +40,8 @@ def read_unpacked(
         _LOG.warning("unpacking again: %s", error)
         return None
     is_complete = {name: tuple(tensor.shape) for name, tensor in found.items()} == dict(expected)
-    if not is_complete or any(tensor.dtype != dtype for tensor in found.values()):
+    dtypes = (dtype, torch.float32)  # routers are not rounded
+    if not is_complete or any(tensor.dtype not in dtypes for tensor in found.values()):
         _LOG.warning("unpacking again: %s does not hold this model", path)
         return None
     record_use(path)

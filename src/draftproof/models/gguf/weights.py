@@ -14,7 +14,7 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.gguf.blocks import DECODERS, read_blocks
 from draftproof.models.gguf.file import TYPES, GGUFFile, TensorInfo, num_bytes
-from draftproof.models.weight_formats import BlockWeight, WeightTensor
+from draftproof.models.weight_formats import INT4_GROUP, BlockWeight, WeightTensor
 
 CHUNK_ELEMENTS = 1 << 20  # decoded at once; their temporaries stay in the cache of the CPU
 CHUNK_ROWS = 256  # a chunk is a multiple of so many rows, which every packed layout divides
@@ -57,6 +57,11 @@ class GGUFWeight(WeightTensor):
         return "blocks"
 
     @property
+    def stored_as(self) -> str:
+        """Return the GGML type."""
+        return self.kind
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Return the logical shape."""
         return len(self.data), self.data.shape[1] // BLOCK_BYTES[self.kind] * BLOCK_ELEMENTS[self.kind]
@@ -75,6 +80,18 @@ class GGUFWeight(WeightTensor):
         """Return the output rows `ids` [n]."""
         at = ids.cpu() if self.order is None else self.order[ids.cpu()]
         return replace(self, data=self.data[at], order=None)
+
+    @property
+    def column_unit(self) -> int:
+        """Return the columns of a block of activations; no group of a decoded weight is longer."""
+        return INT4_GROUP
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        """Return the columns begin..end: still in the file where these are whole blocks, else decoded."""
+        size, elements = BLOCK_BYTES[self.kind], BLOCK_ELEMENTS[self.kind]
+        if begin % elements or end % elements:
+            return self.decode().columns(begin, end)
+        return replace(self, data=self.data[:, begin // elements * size : end // elements * size])
 
     def decode(self, begin: int = 0, end: int | None = None) -> BlockWeight:
         """Return the rows begin..end as integers and scales; LoadError for scales that are not finite."""

@@ -13,7 +13,7 @@ BLOCK_SIZE = 128  # rows and columns that share a scale in fp8 blocks
 SUPPORTED = (
     "supported: compressed-tensors (int8 and fp8 with dynamic activations per token, fp8 blocks of 128x128, "
     "pack-quantized int4), awq (4 bits, gemm), gptq (4 bits, gptq or gptq_v2), fp8 (dynamic activations), "
-    "and GGUF files"
+    "mxfp4 (experts of gpt-oss), and GGUF files"
 )
 REQUANTIZE = "quantise the bf16 model with `draftproof quantize`, or load it with the option quantization"
 
@@ -222,9 +222,15 @@ def _fp8(stored: Mapping[str, Any]) -> CheckpointQuantization:
     return CheckpointQuantization("fp8", ((("Linear",), scheme),), ignore_parts=("lm_head", *parts))
 
 
+def _mxfp4(stored: Mapping[str, Any]) -> CheckpointQuantization:
+    """Return the scheme of gpt-oss, whose experts alone are quantised."""
+    return CheckpointQuantization("mxfp4", (((r"re:.*\.mlp\.experts\.",), StoredScheme("mxfp4")),))
+
+
 METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointQuantization]] = {
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,
     "gptq": _gptq,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }

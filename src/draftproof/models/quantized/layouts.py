@@ -1,4 +1,4 @@
-"""Layouts of quantised linear layers in files of compressed-tensors, AWQ, GPTQ and fp8 checkpoints.
+"""Layouts of quantised linear layers in files of compressed-tensors, AWQ, GPTQ, fp8 and mxfp4 checkpoints.
 
 A layout takes the stored tensors of one layer by their suffix and returns the weight in its format. Shapes,
 types and scales are checked, so that a damaged file is refused before anything is packed.
@@ -15,7 +15,13 @@ from torch import Tensor
 from draftproof.errors import LoadError
 from draftproof.models.quantized.config import REQUANTIZE, StoredScheme
 from draftproof.models.weight_formats import W8A8Weight, WeightTensor
-from draftproof.models.weights.low_bit import Fp8BlockWeight, Fp8Weight, Int4GroupWeight, check_scales
+from draftproof.models.weights.low_bit import (
+    Fp8BlockWeight,
+    Fp8Weight,
+    Int4GroupWeight,
+    Mxfp4Weight,
+    check_scales,
+)
 
 PER_WORD = 8  # 4-bit values in an int32
 PACKED_ZERO = 8  # compressed-tensors stores a signed 4-bit value plus this
@@ -107,6 +113,10 @@ def _gptq(parts: Mapping[str, Tensor], shape: tuple[int, int], scheme: StoredSch
     )
 
 
+def _mxfp4(parts: Mapping[str, Tensor], shape: tuple[int, int], scheme: StoredScheme) -> WeightTensor:
+    return Mxfp4Weight.create(parts["weight_blocks"], parts["weight_scales"])
+
+
 def _num_groups(depth: int, size: int) -> int:
     if size and depth % size:
         raise LoadError(f"rows of {depth} are not whole groups of {size}")
@@ -163,6 +173,7 @@ LAYOUTS = {
     ),
     "awq": Layout(_awq, ("qweight", "qzeros", "scales")),
     "gptq": Layout(_gptq, ("qweight", "qzeros", "scales"), ("g_idx",)),
+    "mxfp4": Layout(_mxfp4, ("weight_blocks", "weight_scales")),  # by `split_stacked_experts`
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,9 +18,11 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.quantized.layouts import is_float, pack_words
 from draftproof.models.registry import config_from_hf
 from draftproof.models.safetensors_io import INDEX_FILE, SINGLE_FILE
-from draftproof.models.weight_formats import LINEAR_SUFFIX, W8A8Weight
+from draftproof.models.weight_formats import LINEAR_SUFFIXES, W8A8Weight
 from draftproof.models.weights.low_bit import E4M3_MAX, INT4_GROUPS, Int4GroupWeight
 
+_WEIGHT_FILES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
+_MAX_OTHER_BYTES = 100 << 20  # of a tokenizer, template or licence that is copied
 MAX_FILE_BYTES = 5 << 30  # as the files of public checkpoints
 MIN_SCALE = 2.0**-100  # of a row of zeros
 _PER_TOKEN = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
@@ -86,7 +89,7 @@ OUTPUT_FORMATS = {
 
 def is_quantizable(name: str) -> bool:
     """Return whether a tensor is the matrix of a linear layer; embeddings and the LM head stay floats."""
-    return name.endswith(LINEAR_SUFFIX)
+    return name.endswith(LINEAR_SUFFIXES)
 
 
 def common_group(depths: Iterable[int]) -> int:
@@ -181,6 +184,15 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
         rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
         rope |= {"attention_factor": scaling.attention_factor, "truncate": scaling.truncate}
     return rope
+
+
+def copy_other_files(source: Path, folder: Path) -> None:
+    """Copy tokenizer, template and licence files: everything small at the top but weights."""
+    for path in sorted(source.iterdir()):
+        is_weight = path.name.endswith(_WEIGHT_FILES) or path.name == "config.json"
+        is_small = path.is_file() and path.stat().st_size <= _MAX_OTHER_BYTES
+        if is_small and not is_weight and not path.name.startswith("."):
+            shutil.copyfile(path, folder / path.name)
 
 
 def write_tensors(

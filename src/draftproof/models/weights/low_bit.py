@@ -1,4 +1,4 @@
-"""Weights in fp8 (e4m3) and in groups of 4-bit integers, as public GPU checkpoints store them.
+"""Weights in fp8 (e4m3), groups of 4-bit integers and mxfp4, as public GPU checkpoints store them.
 
 A constructor checks shapes and values, so that a malformed checkpoint is refused before anything is packed.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
@@ -19,6 +20,10 @@ E4M3_MAX = 448.0
 FP8_BLOCK = 128  # rows, and columns, of a weight block that share a scale
 INT4_ZERO = 8  # zero point of a symmetric 4-bit weight
 INT4_GROUPS = (128, 64, 32)  # elements of a row that share a scale, by preference; others: the whole row
+MXFP4_GROUP = 32  # elements of a row that share an exponent
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1; the highest bit is the sign
+MXFP4_BIAS = 127  # subtracted from a stored exponent
+MXFP4_MAX_EXPONENT = 252  # stored; larger ones give values that are not finite
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -113,6 +118,17 @@ class Fp8BlockWeight(WeightTensor):
             return self.scales
         return self.scales.repeat_interleave(FP8_BLOCK, 0)[: len(self.data)]
 
+    @property
+    def column_unit(self) -> int:
+        """Return the columns of a block."""
+        return FP8_BLOCK
+
+    def columns(self, begin: int, end: int) -> Self:
+        """Return the columns begin..end."""
+        assert self.scales is not None
+        blocks = slice(begin // FP8_BLOCK, -(-end // FP8_BLOCK))
+        return type(self)(self.data[:, begin:end], self.scales[:, blocks])
+
     def rows(self, ids: Tensor) -> Self:
         """Return the output rows `ids` [n], on the device of the weight."""
         at = ids.to(self.data.device)
@@ -201,6 +217,18 @@ class Int4GroupWeight(WeightTensor):
         integers = (groups / scales.float()[..., None]).round().clamp(-INT4_ZERO, 15 - INT4_ZERO) + INT4_ZERO
         return cls.create(integers.view(columns, depth).to(torch.uint8), scales)
 
+    @property
+    def column_unit(self) -> int:
+        """Return the columns that share a scale; 2, those of a byte, where a whole row does."""
+        return self.group if self.group < self.shape[1] else 2
+
+    def columns(self, begin: int, end: int) -> Self:
+        """Return the columns begin..end."""
+        assert self.scales is not None
+        groups = slice(None) if self.group == self.shape[1] else slice(begin // self.group, end // self.group)
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        return type(self)(self.data[:, begin // 2 : end // 2], self.scales[:, groups], zeros)
+
     def integers(self) -> Tensor:
         """Return the unpacked integers [N, K] as uint8."""
         return torch.stack([self.data & 15, self.data >> 4], 2).flatten(1)
@@ -229,3 +257,54 @@ class Int4GroupWeight(WeightTensor):
         zeros = INT4_ZERO if self.zeros is None else self.zeros.float().repeat_interleave(self.group, 1)
         rounded = ((self.integers().float() - zeros) * scales).to(torch.bfloat16)
         return rounded if dtype is None else rounded.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Weight(WeightTensor):
+    """Matrix in mxfp4 (OCP microscaling): e2m1 with an exponent per output row and 32 columns.
+
+    `data` [N, K / 2] uint8: element 2 j in the low half of byte j, element 2 j + 1 in the high half.
+    `scales` [N, K / 32] uint8. An element is its e2m1 value times 2 ** (exponent - 127), exact in bf16.
+    """
+
+    is_unpacked = True
+
+    @property
+    def format(self) -> str:
+        """Return "mxfp4"."""
+        return "mxfp4"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the logical shape."""
+        return len(self.data), 2 * self.data.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the matrix in bf16, which is what a backend packs."""
+        return 2 * self.data.numel() * torch.bfloat16.itemsize
+
+    @classmethod
+    def create(cls, blocks: Tensor, exponents: Tensor) -> Self:
+        """Check and build a weight from bytes [N, K / 2] and exponents [N, K / 32]."""
+        for what, part in (("blocks", blocks), ("scales", exponents)):
+            if part.ndim != 2 or part.dtype != torch.uint8:
+                raise LoadError(f"{what}: a uint8 matrix is expected, not {part.dtype} {list(part.shape)}")
+        columns, depth = len(blocks), 2 * blocks.shape[1]
+        if depth % MXFP4_GROUP or tuple(exponents.shape) != (columns, depth // MXFP4_GROUP):
+            raise LoadError(f"scales of shape {list(exponents.shape)} for a matrix of {[columns, depth]}")
+        if exponents.numel() and int(exponents.max()) > MXFP4_MAX_EXPONENT:
+            raise LoadError("scales that are not finite")
+        return cls(blocks, exponents)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the matrix, by default in bf16, which holds every value exactly."""
+        assert self.scales is not None
+        make = partial(torch.tensor, dtype=torch.bfloat16, device=self.data.device)
+        codes = make([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
+        pairs = torch.stack([codes.repeat(16), codes.repeat_interleave(16)], 1)  # [256, 2]: of each byte
+        factors = make([2.0 ** (exponent - MXFP4_BIAS) for exponent in range(MXFP4_MAX_EXPONENT + 1)])
+        values = pairs[self.data.int()].flatten(1)  # [N, K]
+        groups = values.view(len(values), -1, MXFP4_GROUP)
+        groups *= factors[self.scales.int()][..., None]
+        return values if dtype is None else values.to(dtype)

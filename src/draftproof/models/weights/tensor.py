@@ -21,7 +21,13 @@ class WeightTensor(ABC):
     scales: Tensor | None = None
     zeros: Tensor | None = None  # zero points, in the shape of `scales`
 
+    is_unpacked: ClassVar[bool] = False  # no backend multiplies the format: floats are packed instead
     suffixes: ClassVar[Mapping[str, str]] = {}  # field -> what follows the weight's name in a file
+
+    @property
+    def stored_as(self) -> str:
+        """Name of the format for messages."""
+        return self.format
 
     @property
     @abstractmethod
@@ -43,6 +49,15 @@ class WeightTensor(ABC):
         at = ids.to(self.data.device)
         parts = (None if part is None else part[at] for part in (self.scales, self.zeros))
         return type(self)(self.data[at], *parts)
+
+    @property
+    def column_unit(self) -> int:
+        """Return the columns that cannot be separated; `columns` cuts at multiples of it."""
+        return 1
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        """Return the columns begin..end of a matrix with one scale per output row, or none."""
+        return type(self)(self.data[:, begin:end], self.scales, self.zeros)
 
     @classmethod
     def cat(cls, weights: Sequence[Self]) -> Self:

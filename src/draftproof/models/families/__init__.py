@@ -1,0 +1,1 @@
+"""Model families: what config.json says, as data."""
