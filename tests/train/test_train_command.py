@@ -69,6 +69,18 @@ def files(work: Path) -> dict[str, bytes]:
     return {str(path.relative_to(work)): path.read_bytes() for path in every}
 
 
+def test_mtp_run_writes_a_checkpoint_that_drafts_without_a_model_key(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, prompts, tmp_path, "--kind", "mtp") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("2 of 2 outputs equal those without drafts") == 2, printed
+    made = files(tmp_path)
+    assert {"model/mtp.safetensors", "model/tokenizer.json", "head/config.json", "eval.json"} <= set(made)
+    assert train(model, prompts, tmp_path, "--kind", "mtp", "--phase", "write") == 0
+    assert files(tmp_path) == made
+
+
 def test_interrupted_run_writes_the_files_of_a_whole_run(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

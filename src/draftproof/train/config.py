@@ -51,7 +51,28 @@ class TextPlan:
             raise ConfigError("give a file of --prompts, or --written 1: the model then writes all of them")
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedKind:
+    """Kind of draft head that can be trained."""
+
+    feature: str  # one of `draft_head.config.FEATURES`
+    is_layer_of_target: bool  # has the tensors of a layer, and is written into a copy of the checkpoint
+
+
+KINDS = {
+    "eagle3": TrainedKind(feature="aux", is_layer_of_target=False),
+    "mtp": TrainedKind(feature="last_normed", is_layer_of_target=True),
+}
+# Options of heads that are not a layer of the target, with the values that a layer of the target has.
+_HEAD_OPTIONS: dict[str, Any] = {
+    "aux_layers": (),
+    "intermediate_size": 0,
+    "feature_norm": "none",
+    "norm_output": 0,
+    "bits": 16,
+}
 _CHOICES: dict[str, tuple[Any, ...]] = {
+    "kind": tuple(KINDS),
     **dict.fromkeys(("norm_output", "keep", "new_ids", "scale_logits"), (0, 1)),
     "feature_norm": ("none", "each"),
     "bits": (8, 16),
@@ -66,13 +87,16 @@ class TrainPlan:
 
     model: str
     seed: int = 0
+    kind: str = _option("eagle3", "eagle3: a head of its own. mtp: an MTP layer in a copy of the checkpoint")
     aux_layers: tuple[int, ...] = ()  # (): one low, one in the middle, one high
     intermediate_size: int = _option(0, "MLP size of the head; 0: that of the target")
     feature_norm: str = _option(
         "none", "norm of the target states before they are concatenated: none or each"
     )
     norm_output: int = _option(0, "1: the next draft reads the row after the last norm; 0: before it")
-    draft_vocab: int = _option(16384, "size of the draft vocabulary; 0: all ids")
+    draft_vocab: int = _option(
+        16384, "size of the draft vocabulary; 0: all ids. mtp: ids that the loss compares; all are drafted"
+    )
     unroll: int = _option(4, "drafts per position that are trained")
     drafts: int = _option(4, "drafts per position whose acceptance is measured")
     epochs: float = _option(4.0, "passes over the text, unless --steps is given")
@@ -105,6 +129,11 @@ class TrainPlan:
             if getattr(self, name) not in choices:
                 known = " or ".join(map(str, choices))
                 raise ConfigError(f"{name} is {known}, got {getattr(self, name)!r}")
+        for name, value in _HEAD_OPTIONS.items() if KINDS[self.kind].is_layer_of_target else ():
+            if getattr(self, name) != value:
+                raise ConfigError(
+                    f"{name} is an option of --kind eagle3: an MTP layer is a layer of the model"
+                )
         if min(self.draft_vocab, self.intermediate_size, self.steps, self.eval_texts, self.warmup) < 0:
             raise ConfigError("draft_vocab, intermediate_size, steps, eval_texts and warmup are not negative")
         if not 0 <= self.hard < 1 or self.overlap < 0 or self.prompt_weight < 0:

@@ -135,7 +135,7 @@ class Evaluator:
         tokens = self.ops.runtime.send(torch.from_numpy(batch.tokens))  # [B, T]
         states = self.target_model(tokens, self.module.config.aux_layers)
         embeds = F.embedding(F.pad(tokens, (0, self.drafts)), self.target_model.embedding)
-        outputs = self.module.unroll(weights, states.features, embeds, self.drafts)
+        outputs = self.module.unroll(weights, self.module.rows(states), embeds, self.drafts)
         normed = self.module.normed(weights, outputs)  # [K, B, T, hidden]
         found = []
         for index, text in enumerate(texts):

@@ -5,6 +5,7 @@ work/text/                   shards of token ids; text/held: held-out texts
 work/train/                  state.pt, curve.json; head/: the head as saved last
 work/head/                   the trained head in this project's format
 work/speculators/            the trained head for other engines
+work/model/                  --kind mtp, in its place: copy of the checkpoint with the trained MTP layer
 work/eval.json               acceptance on all held-out texts
 """
 
@@ -32,7 +33,8 @@ from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.weight_formats import dequantize_all
 from draftproof.ops import resolve_device
 from draftproof.sampling_params import SamplingParams
-from draftproof.train.config import TextPlan, TrainPlan, check_plan, write_json
+from draftproof.train.checkpoint_copy import write_checkpoint
+from draftproof.train.config import KINDS, TextPlan, TrainPlan, check_plan, write_json
 from draftproof.train.data.dataset import Text, coverage, frequent_ids, read_texts, shard_tokens
 from draftproof.train.data.generate_text import Generator
 from draftproof.train.export import write_head, write_speculators
@@ -144,22 +146,25 @@ class Run:
             found[name] = value.to_json()
             rates = " ".join(f"{rate:.3f}" for rate in value.rates)
             self.reporter.log(f"eval: {name}: acceptance length {value.length:.3f}, by position: {rates}")
-        held, kind = trainer.held, trainer.config.kind
+        held = trainer.held
         del trainer
         gc.collect()  # frees memory for the engine
         if held:
-            found["engine"] = self._in_engine(plan, kind, held)
+            found["engine"] = self._in_engine(plan, held)
         write_json(self.work / "eval.json", found)
         return found
 
-    def _in_engine(self, plan: TrainPlan, kind: str, held: Sequence[Text]) -> dict[str, Any]:
+    def _in_engine(self, plan: TrainPlan, held: Sequence[Text]) -> dict[str, Any]:
         """Generate the held-out texts again with drafts, and count those that are equal."""
         room = max(len(text.tokens) for text in held) + plan.drafts + 1
-        speculation: dict[str, Any] = {"method": kind, "model": str(self.work / "head")}
+        speculation: dict[str, Any] = {"method": plan.kind}
         speculation |= {"num_speculative_tokens": plan.drafts, "adaptive": False}
+        model = str(self.work / "model")
+        if not KINDS[plan.kind].is_layer_of_target:
+            model, speculation["model"] = plan.model, str(self.work / "head")
         seqs = min(32, len(held))
         llm = LLM(
-            plan.model,
+            model,
             device=self.device,
             speculative_config=speculation,
             max_model_len=room,
@@ -190,17 +195,26 @@ class Run:
 
     def _write(self, trainer: Trainer, verifier: str | None) -> None:
         write_head(self.work / "head", trainer.config, trainer.weights, trainer.d2t, trainer.plan.bits)
+        if KINDS[trainer.plan.kind].is_layer_of_target:
+            write_checkpoint(self.work / "model", load_checkpoint(trainer.plan.model), trainer.weights)
+            self.reporter.log(f"written: {self.work / 'head'} and {self.work / 'model'}")
+            return
         target = trainer.target_model.config, trainer.target_model.head
         self._write_speculators(target, verifier, trainer.plan.drafts)
 
     def write(self, plan: TrainPlan, verifier: str | None = None) -> None:
-        """Export the head of the work folder for other engines again; needs the model and no text."""
+        """Export the head of the work folder again; needs the model and no text."""
         head = self.work / "head"
         if not (head / "config.json").is_file():
             raise ConfigError(f"{head}: there is no head here: run the phase `train` first")
         checkpoint = load_checkpoint(plan.model)
         tensors, config = checkpoint.tensors, checkpoint.config
-        load_draft_head(head, TargetIdentity.from_weights(config, tensors))  # refuses that of another model
+        # refuses that of another model
+        _, stored = load_draft_head(head, TargetIdentity.from_weights(config, tensors))
+        if KINDS[plan.kind].is_layer_of_target:
+            write_checkpoint(self.work / "model", checkpoint, dequantize_all(stored))
+            self.reporter.log(f"written: {self.work / 'model'}")
+            return
         rows = tensors["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"]
         self._write_speculators((config, rows), verifier, plan.drafts)
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
-from draftproof.models.draft_head.config import LAYER_SIZES, DraftHeadConfig, TargetIdentity
+from draftproof.models.draft_head.config import LAYER_FLAGS, LAYER_SIZES, DraftHeadConfig, TargetIdentity
 from draftproof.models.draft_head.formats import load_draft_head
+from draftproof.models.draft_head.native import has_mtp_tensors
 from draftproof.models.load import DTYPES, Checkpoint
 from draftproof.models.weight_formats import dequantize_all, read_weights
 from draftproof.ops import resolve
-from draftproof.train.config import TrainPlan, write_json
+from draftproof.train.config import KINDS, TrainPlan, write_json
 from draftproof.train.data.dataset import Batch, Batches, Text, frequent_ids, usable
 from draftproof.train.data.hidden_states import TargetStateCache
 from draftproof.train.evaluate import Acceptance, Evaluator
@@ -47,19 +48,37 @@ def head_config(plan: TrainPlan, checkpoint: Checkpoint, draft_vocab: int) -> Dr
             f"a head for rope scaling {config.rope_scaling.kind!r} is not supported: "
             "default, linear and llama3 are"
         )
-    return DraftHeadConfig(
-        kind="eagle3",
+    kind = KINDS[plan.kind]
+    flags = {name: getattr(config, name) for name in LAYER_FLAGS} if kind.is_layer_of_target else {}
+    made = DraftHeadConfig(
+        kind=plan.kind,
         **{name: getattr(config, name) for name in LAYER_SIZES},
+        **flags,
         intermediate_size=plan.intermediate_size or config.intermediate_size,
         rms_norm_eps=config.norm_eps,
-        feature="aux",
-        aux_layers=plan.aux_layers or _three_layers(config),
-        draft_vocab_size=draft_vocab,
+        feature=kind.feature,
+        aux_layers=(plan.aux_layers or _three_layers(config)) if kind.feature == "aux" else (),
+        draft_vocab_size=config.vocab_size if kind.is_layer_of_target else draft_vocab,
         share_lm_head=True,
         feature_norm=plan.feature_norm,
         norm_output=bool(plan.norm_output),
         target=TargetIdentity.from_weights(config, checkpoint.tensors),
     )
+    if kind.is_layer_of_target:
+        _check_layer(checkpoint)
+    return made
+
+
+def _check_layer(checkpoint: Checkpoint) -> None:
+    """Raise ConfigError if the layers of the target are not those that training computes."""
+    config = checkpoint.config
+    if not config.has_plain_layers or any(config.windows):
+        raise ConfigError(
+            f"an MTP layer for {config.architecture} cannot be trained: training computes dense layers as "
+            "those of Llama and Qwen, without attention windows"
+        )
+    if checkpoint.source is not None and has_mtp_tensors(checkpoint.source):
+        raise ConfigError(f"{checkpoint.source} has an MTP layer: draft with it, method 'mtp' needs no model")
 
 
 def load_initial_head(folder: str, wanted: DraftHeadConfig, seed: int = 0) -> dict[str, Tensor]:
@@ -132,13 +151,14 @@ class Trainer:
         ids = initial.pop("d2t", None)
         if ids is None or plan.new_ids:
             ids = torch.from_numpy(frequent_ids(texts, vocab, count))
-        self.d2t = ids.to(device)
+        self.d2t = ids.to(device)  # ids that the loss compares
+        drafted = self.d2t if self.config.has_reduced_vocab else torch.arange(vocab, device=device)
         room = plan.max_len + plan.unroll + plan.drafts + 64
         self.target_model = TargetModel(checkpoint.config, checkpoint.tensors, device, self.dtype, room)
         self.module = HeadModule(self.config, device, room)
         self.head = self.target_model.head[self.d2t]  # [draft vocab, hidden]
         self.ops = resolve("auto", device)
-        self.evaluator = Evaluator(self.target_model, self.module, self.d2t, self.ops, plan.drafts)
+        self.evaluator = Evaluator(self.target_model, self.module, drafted, self.ops, plan.drafts)
         self.batches = Batches(texts, plan.batch_tokens, plan.max_len, plan.seed)
         self.steps = plan.steps or math.ceil(plan.epochs * len(self.batches.epoch(0)))
         self.target_states = TargetStateCache(
@@ -157,6 +177,8 @@ class Trainer:
 
     def _feature_sizes(self) -> Tensor:
         """Return the median row size [layers]; the first rows of a text can be a hundred times as large."""
+        if not self.config.aux_layers:
+            return torch.ones(1)
         batch = next(self.batches.from_step(0))
         tokens = torch.from_numpy(batch.tokens[:8]).to(self.device)
         features = self.target_model(tokens, self.config.aux_layers).features.float()
@@ -226,7 +248,7 @@ class Trainer:
         states = self.target_states(tokens, batch_tensors.stored)
         embeds = F.embedding(F.pad(tokens, (0, unroll)), self.target_model.embedding)
         rounded = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
-        outputs = self.module.unroll(rounded, states.features, embeds, unroll)
+        outputs = self.module.unroll(rounded, self.module.rows(states), embeds, unroll)
         student = self.module.normed(rounded, outputs).flatten(1, 2)
         there = states.hidden.flatten(0, 1)
         weight, greedy_rows, *rows = batch_tensors[2:]

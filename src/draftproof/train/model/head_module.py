@@ -18,7 +18,7 @@ from draftproof.models.draft_head.config import DraftHeadConfig
 from draftproof.models.rope import rope_table
 from draftproof.train.model.attention import causal
 from draftproof.train.model.compile import compiled
-from draftproof.train.model.target import gated, rotate, rotation
+from draftproof.train.model.target import TargetStates, gated, rotate, rotation
 
 Weights = Mapping[str, Tensor]
 Keys = tuple[Tensor, Tensor]  # K and V [B, kv heads, T, dim] of one step
@@ -27,25 +27,26 @@ Keys = tuple[Tensor, Tensor]  # K and V [B, kv heads, T, dim] of one step
 def new_weights(config: DraftHeadConfig, feature_rms: Tensor, norm: Tensor, seed: int) -> dict[str, Tensor]:
     """Return initial weights, fp32 on the CPU. feature_rms [layers]: size of each layer's features.
 
-    `fc` begins as the mean of the layers, each scaled to size one; attention and MLP begin small. norm
-    [hidden]: the target's last norm, which fits its LM head.
+    `fc` begins as the mean of the layers, each scaled to size one, and the projection of an MTP layer as the
+    mean of its two rows; attention and MLP begin small. norm [hidden]: the target's last norm, which fits its
+    LM head.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in config.tensors().items():
         if name == "d2t":
             continue
-        weights[name] = torch.ones(shape)
+        weights[name] = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
         if len(shape) > 1:
             std = 1 / math.sqrt(shape[1])
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std *= 0.1
             weights[name] = torch.randn(shape, generator=generator) * std
-    layers, hidden = len(config.aux_layers), config.hidden_size
-    fc = weights["fc.weight"].view(hidden, layers, hidden).mul_(0.1)
-    fc += torch.eye(hidden)[:, None] / math.sqrt(layers)
-    if config.feature_norm == "none":
-        fc /= feature_rms.view(1, layers, 1).clamp(min=1e-6)
+    hidden = config.hidden_size
+    projected = weights[f"{config.join.projection}.weight"].view(hidden, -1, hidden).mul_(0.1)
+    projected += torch.eye(hidden)[:, None] / math.sqrt(projected.shape[1])
+    if config.join.attends_to_pair and config.feature_norm == "none":
+        projected /= feature_rms.view(1, -1, 1).clamp(min=1e-6)
     weights["norm.weight"] = norm.detach().cpu().float().clone()
     return weights
 
@@ -57,6 +58,10 @@ class HeadModule:
         self.config = config
         self.attend = attend_joined
         self.rope = rope_table(config.decoder(), max_len).to(device)  # [max_len, head_dim] fp32
+
+    def rows(self, states: TargetStates) -> Tensor:
+        """Return the target's rows that the head reads: [B, T, layers * hidden]."""
+        return states.features if self.config.feature == "aux" else states.hidden
 
     def unroll(self, weights: Weights, features: Tensor, embeds: Tensor, steps: int) -> Tensor:
         """Return the outputs of every step before the norm: [steps, B, T, hidden].
@@ -78,6 +83,8 @@ class HeadModule:
 
     def feature(self, weights: Weights, features: Tensor) -> Tensor:
         """Reduce rows of the target [..., layers * hidden] to features [..., hidden]."""
+        if not self.config.join.attends_to_pair:
+            return features
         if self.config.feature_norm == "each":
             rows, eps = features.chunk(len(self.config.aux_layers), dim=-1), self.config.rms_norm_eps
             norms = [weights[f"feature_norm.{i}.weight"] for i in range(len(rows))]
@@ -95,35 +102,45 @@ class HeadModule:
     ) -> Tensor:
         """Return the output of one step of every row before the norm, [B, T, hidden]."""
         config, at = self.config, "layers.0."
-        batch, length, hidden = feature.shape
-        eps = config.rms_norm_eps
-        x = torch.cat(
-            [
-                F.rms_norm(token, (hidden,), weights[at + "input_layernorm.weight"], eps),
-                F.rms_norm(feature, (hidden,), weights[at + "hidden_norm.weight"], eps),
-            ],
-            dim=-1,
-        )
+        batch, length, _ = feature.shape
+        x, residual = self._inputs(weights, feature, token)
         q, k, v = (
-            F.linear(x, weights[f"{at}self_attn.{name}_proj.weight"])
-            .view(batch, length, -1, config.head_dim)
-            .transpose(1, 2)
+            _linear(weights, f"{at}self_attn.{name}_proj", x).view(batch, length, -1, config.head_dim)
             for name in "qkv"
         )
+        if config.qk_norm:
+            q, k = (self._norm(weights, f"{at}self_attn.{n}_norm", y) for n, y in (("q", q), ("k", k)))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         rotate_rows = compiled(rotate, x.device)
         stored.append((rotate_rows(k, rope), v))
         y = self.attend(rotate_rows(q, rope), stored)
         y = y.transpose(1, 2).reshape(batch, length, -1)
-        x = feature + F.linear(y, weights[at + "self_attn.o_proj.weight"])
-        y = F.rms_norm(x, (hidden,), weights[at + "post_attention_layernorm.weight"], eps)
-        gate, up = (F.linear(y, weights[f"{at}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-        y = compiled(gated, x.device)(gate, up)
-        return x + F.linear(y, weights[at + "mlp.down_proj.weight"])
+        x = residual + _linear(weights, at + "self_attn.o_proj", y)
+        y = self._norm(weights, at + "post_attention_layernorm", x)
+        gate, up = (_linear(weights, f"{at}mlp.{name}_proj", y) for name in ("gate", "up"))
+        return x + _linear(weights, at + "mlp.down_proj", compiled(gated, x.device)(gate, up))
+
+    def _inputs(self, weights: Weights, feature: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the attention reads, and the residual around it."""
+        first = "layers.0.input_layernorm"
+        if self.config.join.attends_to_pair:
+            pair = self._norm(weights, first, token), self._norm(weights, "layers.0.hidden_norm", feature)
+            return torch.cat(pair, dim=-1), feature
+        pair = self._norm(weights, "enorm", token), self._norm(weights, "hnorm", feature)
+        row = _linear(weights, self.config.join.projection, torch.cat(pair, dim=-1))
+        return self._norm(weights, first, row), row
+
+    def _norm(self, weights: Weights, name: str, rows: Tensor) -> Tensor:
+        weight = weights[f"{name}.weight"]
+        return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
 
     def normed(self, weights: Weights, outputs: Tensor) -> Tensor:
         """Return the input of the LM head."""
-        config = self.config
-        return F.rms_norm(outputs, (config.hidden_size,), weights["norm.weight"], config.rms_norm_eps)
+        return self._norm(weights, "norm", outputs)
+
+
+def _linear(weights: Weights, name: str, rows: Tensor) -> Tensor:
+    return F.linear(rows, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
 def attend_joined(q: Tensor, stored: list[Keys]) -> Tensor:

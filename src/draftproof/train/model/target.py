@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftproof.errors import ConfigError
 from draftproof.models.config import ModelConfig
 from draftproof.models.rope import rope_table
 from draftproof.train.model.compile import compiled
@@ -33,6 +34,10 @@ class TargetModel:
         dtype: torch.dtype,
         max_len: int,
     ) -> None:
+        if not config.has_plain_layers:
+            raise ConfigError(
+                f"training needs a dense target with the layers of Llama or Qwen, not {config.architecture}"
+            )
         self.config = config
         self.device = device
         self.dtype = dtype
