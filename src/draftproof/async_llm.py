@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from draftproof.config import DEFAULT_MODEL, EngineConfig
+from draftproof.engine.live.operations import Operation, OperationName, check_mode
 from draftproof.engine.validation import Limits
 from draftproof.errors import ConfigError, RequestError
 from draftproof.frontend.engine_thread import EngineThread
@@ -94,13 +95,50 @@ class AsyncLLM:
         return self._llm.pooler.output(await self._finish(job_id, queue), params)
 
     async def score(
-        self, context: Prompt, continuation: Prompt, *, request_id: str | None = None
+        self, context: Prompt, continuation: Prompt | None = None, *, request_id: str | None = None
     ) -> ScoreOutput:
-        """Return the log-likelihood of a continuation after its context."""
-        (pair,) = await asyncio.to_thread(self._llm.score_pairs, [context], [continuation])
+        """Return the log-likelihood of a continuation after its context, or of a whole sequence."""
+        after = None if continuation is None else [continuation]
+        (pair,) = await asyncio.to_thread(self._llm.score_pairs, [context], after)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         result = await self.generate({"prompt_token_ids": pair[0] + pair[1]}, params, request_id=request_id)
         return score_output(len(pair[0]), result)
+
+    async def update_weights(
+        self,
+        weights: Any = (),
+        *,
+        draft_weights: Any = (),
+        version: int | None = None,
+        mode: str = "keep",
+    ) -> int:
+        """Replace weights while requests run, and return their version; see `LLM.update_weights`."""
+        arguments = {"weights": weights, "draft_weights": draft_weights, "version": version}
+        return int(await self._operate("update_weights", arguments, mode))
+
+    async def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        """Release the memory of weights and KV until `wake_up`; requests in flight continue after it."""
+        await self._operate("sleep", {"level": level}, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Restore what `sleep` released; `tags`: "weights" or "kv_cache" alone."""
+        await self._operate("wake_up", {"tags": tags})
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps."""
+        return self._llm.engine.sleep_level > 0
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights: 0 as loaded, larger with every update."""
+        return self._llm.engine.weights_version
+
+    async def _operate(self, name: OperationName, arguments: Mapping[str, Any], mode: str = "keep") -> Any:
+        """Run an operation between two steps of the engine."""
+        self._check_open()
+        engine: Any = self._llm.engine
+        checked, run = check_mode(mode), await asyncio.to_thread(engine.prepare, name, arguments)
+        return await self._thread.operate(lambda reply: engine.operate(Operation(run, checked, reply)))
 
     async def _finish(self, job_id: str, queue: StreamQueue) -> RequestOutput:
         """Wait for the end of a job that is not streamed."""
@@ -201,6 +239,11 @@ class AsyncLLM:
     def step_totals(self) -> StepTotals | None:
         """Return number and duration of the steps of the engine's process; None if it is this one."""
         return None
+
+    @property
+    def is_embedding_model(self) -> bool:
+        """Whether the model's files or an option define the pooling of its embeddings."""
+        return self._llm.pooler.is_embedding_model
 
     def check_embedding(self, params: PoolingParams) -> None:
         """Raise RequestError if embeddings with these options are not available."""

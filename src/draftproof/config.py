@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any
 
+from draftproof.compat.kv_events_config import KVEventsConfig
 from draftproof.compat.vllm_options import OPTION_ALIASES, translate_options, translate_values
 from draftproof.errors import ConfigError, nearest
 from draftproof.speculative_config import SpeculativeConfig, merge_aliases
@@ -48,8 +49,8 @@ class EngineConfig:
         "arithmetic of linear layers. `auto`: a GGUF file on the CPU is computed from its blocks as they are "
         "stored, every other model in `dtype`. `none`: weights are unpacked to `dtype`. Made on load: "
         "`int8`, `fp8` (weights per output channel, activations per token), `int4` (CPU: groups of 32, "
-        "activations in int8 per group; not on a GPU yet). `gguf`: the blocks of a GGUF file, with the "
-        "backend `cpu`, `torch` or `reference`",
+        "activations in int8 per group; GPU: groups of 128, activations in `dtype`). `gguf`: the blocks of a "
+        "GGUF file, with the backend `cpu`, `torch` or `reference`",
         choices=("auto", "none", "int8", "fp8", "int4", "gguf"),
     )
     kv_cache_dtype: str = option(
@@ -66,6 +67,13 @@ class EngineConfig:
         "exact",
         "`exact`: bits do not depend on the batch; `fast`: they may, and so may drafts change the output",
         choices=("exact", "fast"),
+    )
+    tensor_parallel_size: int = option(
+        1, "ranks that a model is cut between: GPUs of one machine, or processes on a CPU"
+    )
+    tp_invariant: bool = option(
+        False,
+        "sum the layers that are cut between ranks in 8 fixed parts: 1, 2, 4 and 8 ranks give the same bits",
     )
     load_format: str = option(
         "auto",
@@ -87,6 +95,11 @@ class EngineConfig:
     page_size: int = option(DEFAULT_PAGE_TOKENS, "tokens of a KV page: 8, 16, 32 or 64 (alias `block_size`)")
     kv_cache_tokens: int | None = option(None, "tokens in the KV cache", default_text="as many as fit")
     enable_prefix_caching: bool = option(True, "reuse the KV of common prefixes")
+    kv_events_config: dict[str, Any] | None = option(
+        None,
+        "publish changes of the prefix cache for routers, in vLLM's keys and format "
+        '(`{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}`); see docs/serving.md',
+    )
     max_num_waiting: int | None = option(
         None, "requests in the queue", default_text="no limit; `serve`: 1024"
     )
@@ -120,6 +133,7 @@ class EngineConfig:
     normalize_embeddings: bool | None = option(
         None, "scale embeddings to length 1", default_text="as the model's files define it, else true"
     )
+    enable_sleep_mode: bool = option(False, "keep weights and KV in memory that `sleep` can release")
     enforce_eager: bool = option(False, "run every step op by op, without captured graphs")
     warm_up: bool = option(True, "capture and time steps at start-up", api_only=True)
     overlap: bool | None = option(
@@ -129,6 +143,11 @@ class EngineConfig:
         api_only=True,
     )
     debug: bool = option(False, "check invariants at every step", api_only=True)
+
+    @property
+    def publishes_kv_events(self) -> bool:
+        """Return whether changes of the prefix cache are published."""
+        return self.kv_events_config is not None and KVEventsConfig.parse(self.kv_events_config).is_enabled
 
     @classmethod
     def parse(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
@@ -149,9 +168,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Check the type and range of every field."""
         lengths = ("max_model_len", "max_num_batched_tokens", "kv_cache_tokens")
-        for name in (*lengths, "max_num_seqs", "max_num_waiting"):
+        for name in (*lengths, "max_num_seqs", "max_num_waiting", "tensor_parallel_size"):
             value = getattr(self, name)
-            if value is not None and (not _is_integer(value) or value < 1):
+            if (value is not None or name == "tensor_parallel_size") and (
+                not _is_integer(value) or value < 1
+            ):
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
         if self.seed is not None and (not _is_integer(self.seed) or not 0 <= self.seed < 2**63):
             raise ConfigError(f"seed must be an integer in 0..{2**63 - 1}, got {self.seed!r}")
@@ -163,8 +184,8 @@ class EngineConfig:
             raise ConfigError(f"max_grammar_seconds must be a positive number, got {seconds!r}")
         if self.page_size not in (8, 16, 32, 64):
             raise ConfigError(f"page_size must be 8, 16, 32 or 64, got {self.page_size!r}")
-        switches = ("enable_prefix_caching", "warm_up", "overlap", "debug", "enforce_eager")
-        for name in (*switches, "skip_tokenizer_init", "normalize_embeddings"):
+        switches = ("tp_invariant", "enable_prefix_caching", "warm_up", "overlap", "debug", "enforce_eager")
+        for name in (*switches, "enable_sleep_mode", "skip_tokenizer_init", "normalize_embeddings"):
             value, optional = getattr(self, name), name in ("overlap", "normalize_embeddings")
             if not isinstance(value, bool) and not (optional and value is None):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
@@ -179,6 +200,13 @@ class EngineConfig:
             choices, value = declared.metadata.get("choices"), getattr(self, declared.name)
             if choices is not None and value not in choices:
                 raise ConfigError(f"{declared.name} must be one of {', '.join(choices)}, got {value!r}")
+        if self.enable_sleep_mode and self.tensor_parallel_size > 1:
+            raise ConfigError("enable_sleep_mode needs tensor_parallel_size=1: ranks do not sleep yet")
+        if self.kv_events_config is not None:
+            if not isinstance(self.kv_events_config, Mapping):
+                raise ConfigError(f"kv_events_config must be a mapping, got {self.kv_events_config!r}")
+            if KVEventsConfig.parse(self.kv_events_config).is_enabled and not self.enable_prefix_caching:
+                raise ConfigError("kv_events_config: without enable_prefix_caching there are no events")
         if not _is_integer(self.max_logprobs) or self.max_logprobs < -1:
             raise ConfigError("max_logprobs must be an integer, -1 for no limit")
 

@@ -11,16 +11,17 @@ from typing import Any
 
 from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.engine import Engine
+from draftproof.engine.parallel.model_part import load_for
 from draftproof.errors import EngineClosedError, LoadError, QueueFullError
 from draftproof.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, step_logprobs
 from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
+from draftproof.frontend.operations import EngineOperations
 from draftproof.frontend.pooler import PoolingParams, pooling_params_for, read_pooler
 from draftproof.frontend.progress import progress_bar
 from draftproof.frontend.request_tracker import Job, OnEvents, RequestTracker
 from draftproof.frontend.scoring import score_output
 from draftproof.models.hub import find_model
-from draftproof.models.load import Checkpoint, keeps_blocks, load_checkpoint
-from draftproof.ops import resolve_device
+from draftproof.models.load import Checkpoint
 from draftproof.outputs import EmbeddingRequestOutput, RequestOutput, ScoreOutput, TokenEvent
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.generation_config import default_options
@@ -33,7 +34,7 @@ from draftproof.types import Grammar
 MIN_COLLECTIONS_BETWEEN_FULL = 10_000  # collections of the middle generation, some thousand objects each
 
 
-class LLM(InputProcessor):
+class LLM(EngineOperations, InputProcessor):
     """Model that is loaded and ready to generate.
 
         llm = LLM("smollm2-135m", speculative_config={"method": "ngram", "num_speculative_tokens": 5})
@@ -48,14 +49,7 @@ class LLM(InputProcessor):
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         self.config = EngineConfig.parse(model, options)
-        checkpoint = load_checkpoint(
-            model,
-            dtype=self.config.dtype,
-            load_format=self.config.load_format,
-            revision=self.config.revision,
-            seed=self.config.seed or 0,
-            keep_blocks=keeps_blocks(self.config.quantization, resolve_device(self.config.device)),
-        )
+        checkpoint = load_for(self.config)
         self.tokenizer = _find_tokenizer(self.config, checkpoint)
         self.default_options = default_options(self.config.generation_config, checkpoint.source)
         self.pooler = read_pooler(
@@ -145,13 +139,15 @@ class LLM(InputProcessor):
     def score(
         self,
         contexts: Prompt | Sequence[Prompt],
-        continuations: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt] | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoreOutput]:
         """Return the log-likelihood of each continuation after its context.
 
         One context is used for all continuations. A continuation is tokenized by itself, without special
-        tokens, so that the context has the same tokens with every continuation.
+        tokens, so that the context has the same tokens with every continuation. Without continuations
+        `contexts` are whole sequences, and every token but the first is scored. The logprobs are those that
+        generation reports for the same tokens, bit for bit.
         """
         pairs = self.score_pairs(contexts, continuations)
         prompts = [{"prompt_token_ids": context + rest} for context, rest in pairs]
@@ -178,12 +174,13 @@ class LLM(InputProcessor):
             self.tracker.drop(job)
 
     def close(self) -> None:
-        """Abort what is running and end the grammar compiler's process. A second call does nothing."""
+        """Abort what is running and end the processes of this engine. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
         self.tracker.drop_all()
         self._grammars.close()
+        self.engine.close()
 
     def reset_stats(self) -> None:
         """Set the speculation counters to zero."""
@@ -246,6 +243,7 @@ class LLM(InputProcessor):
     def _add(self, queue: deque[Job]) -> None:
         """Add jobs to the engine until its waiting queue is full; the rest stays in `queue`."""
         self._check_usable()
+        self.engine.check_awake()
         with suppress(QueueFullError):
             while queue:
                 self.tracker.add(queue[0])

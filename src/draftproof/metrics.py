@@ -153,6 +153,8 @@ class EngineStats:
     num_pages: int
     num_used_pages: int  # in use by requests
     num_cached_pages: int  # unused, with cached prefixes
+    weights_version: int = 0
+    sleep_level: int = 0  # 0: awake
     timings: Timings = field(default_factory=Timings, kw_only=True)  # of a remote engine: up to a second old
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from draftproof.metrics import SpecStats
@@ -75,6 +75,13 @@ def no_text(token_id: int) -> str:
     return ""
 
 
+class WeightsSpan(NamedTuple):
+    """Tokens of an output that were made with one version of the weights."""
+
+    version: int
+    first_token: int  # index in the output; the span ends where the next one begins
+
+
 @dataclass(slots=True)  # one per streamed token: freezing it would take three times as long
 class TokenEvent:
     """One committed token of a stream. The texts of all events add up to the output text."""
@@ -91,12 +98,20 @@ class TokenEvent:
     text_offset: int = 0  # first character in the output text, unless a stop string cuts it off
     num_draft: int = 0  # with `step_end`: drafts verified in the step
     drafts: list[DraftRecord] | None = None  # with `step_end` and `include_draft_logprobs`
+    weights_version: int = 0  # of the weights that the token was made with
     token_text: Callable[[int], str] = field(default=no_text, repr=False, compare=False)
 
     @property
     def logprobs(self) -> dict[int, Logprob] | None:
         """Logprobs by token id, built when they are read: the token itself, then the best."""
         return None if self.logprob_row is None else logprob_map(self.logprob_row, self.token_text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the texts of the row's tokens in place of the tokenizer, which may not be picklable."""
+        values = [getattr(self, each.name) for each in fields(self)]
+        ids = () if self.logprob_row is None else self.logprob_row.token_ids
+        values[-1] = {token: self.token_text(token) for token in ids}.__getitem__ if ids else no_text
+        return TokenEvent, tuple(values)
 
 
 @dataclass(slots=True)
@@ -116,6 +131,12 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     metrics: SpecStats = field(default_factory=SpecStats)
+    weights_versions: list[WeightsSpan] = field(default_factory=list)  # several after an update in between
+
+    @property
+    def weights_version(self) -> int:
+        """Return the version of the weights that the last token was made with."""
+        return self.weights_versions[-1].version if self.weights_versions else 0
 
     def finished(self) -> bool:
         """Return whether generation has ended."""
@@ -140,6 +161,11 @@ class RequestOutput:
     strategy: str = ""  # verification strategy and its label
     lossless: bool = True
     embedding: Floats32 | None = field(default=None, compare=False)  # [hidden] of `embed`, as it was pooled
+
+    @property
+    def weights_version(self) -> int:
+        """Return the version of the weights that the newest token was made with."""
+        return max((output.weights_version for output in self.outputs), default=0)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -170,6 +196,7 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     finished: bool = True
+    weights_version: int = 0  # of the weights that it was computed with
 
 
 @dataclass(slots=True)
@@ -180,6 +207,7 @@ class ScoreOutput:
     token_ids: list[int]
     token_logprobs: list[float]
     is_greedy: bool  # each token is the likeliest at its position
+    weights_version: int = 0  # of the weights that it was computed with
 
     @property
     def logprob(self) -> float:

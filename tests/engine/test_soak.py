@@ -1,5 +1,6 @@
 """A short run of bench/soak.py with few pages, aborts and faults."""
 
+import pytest
 from soak import soak
 
 from draftproof.engine.scheduler import Scheduler
@@ -12,6 +13,14 @@ def test_short_soak_is_exact_and_leaves_nothing():
     assert found["lost_steps"] > 3
     assert found["refused_for_now"] > 0 and set(found["ends"]) == {"stop", "length", "error"}
     assert found["objects_end"] < found["objects_first_half"] + 500
+
+
+@pytest.mark.parametrize("model", ["latent", "experts"])
+def test_short_soak_of_other_layers_is_exact_and_leaves_nothing(model):
+    found = soak(60, model=model)
+    assert found["num_wrong"] == 0, found["wrong"]
+    assert found["preemptions"] and found["cached_tokens"] and found["aborted"] and found["lost_steps"]
+    assert set(found["ends"]) == {"stop", "length", "error"}
 
 
 def test_control_leaked_page_is_detected(monkeypatch):

@@ -300,7 +300,17 @@ def test_pickled_and_copied_output_equals_the_original(tiny_llm: LLM, options: d
         assert copied.outputs == output.outputs
         assert repr(copied) == repr(output)
     events = list(tiny_llm.stream("ab", params))
-    assert pickle.loads(pickle.dumps(events)) == events
+    copied = pickle.loads(pickle.dumps(events))
+    assert copied == events and [event.logprobs for event in copied] == [event.logprobs for event in events]
+
+
+def test_events_of_a_tokenizer_that_cannot_be_pickled_are_pickled(tiny_llm: LLM) -> None:
+    """Pickle after a chat template was compiled, whose functions have no module."""
+    events = list(tiny_llm.stream("ab", SamplingParams(max_tokens=3, seed=3, logprobs=2)))
+    for event in events:
+        event.token_text = lambda token: f"<{token}>"
+    copied = pickle.loads(pickle.dumps(events))
+    assert copied == events and copied[0].logprobs == events[0].logprobs
 
 
 def test_llm_as_context_manager_is_closed_at_the_end(tiny_llm: LLM) -> None:

@@ -59,8 +59,8 @@ def test_unset_vllm_option_is_accepted_and_another_value_refused(name: str) -> N
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
-        ({"tensor_parallel_size": 2}, "one device"),
-        ({"tensor_parallel_size": True}, "one device"),
+        ({"pipeline_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": True}, "positive integer"),
         ({"quantization": "awq"}, "must be one of auto, none, int8, fp8, int4, gguf"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens"),
         ({"tokenizer_mode": "slow"}, "tokenizer.json"),

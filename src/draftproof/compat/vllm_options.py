@@ -21,7 +21,7 @@ HALF_DTYPES = ("float16", "half", "fp16")
 # Options whose value None means the default in vLLM.
 NONE_IS_DEFAULT = (
     *("page_size", "enable_prefix_caching", "dtype", "load_format", "generation_config"),
-    *("quantization", "kv_cache_dtype"),
+    *("quantization", "kv_cache_dtype", "tensor_parallel_size"),
 )
 
 
@@ -51,7 +51,7 @@ def _is_served_name(value: Any) -> bool:
     return value is None or all(isinstance(name, str) for name in names)
 
 
-_ONE_DEVICE = "an engine runs on one device: start one engine for each device"
+_ONE_DEVICE = "layers are cut between GPUs by tensor_parallel_size: use it, or start several engines"
 _NO_LORA = "adapters are not available: merge the adapter into the weights"
 _NO_MEDIA = "only text models are available"
 _FIRST_COME = "requests are scheduled by priority, then by arrival: leave it out"
@@ -61,11 +61,10 @@ _TASKS = "generation and embeddings are available, both from one engine"
 _XGRAMMAR = "structured outputs are compiled by xgrammar: leave it out"
 
 RULES: dict[str, Rule] = {
-    "tensor_parallel_size": Rule(_one_of(1), _ONE_DEVICE),
     "pipeline_parallel_size": Rule(_one_of(1), _ONE_DEVICE),
     "data_parallel_size": Rule(_one_of(1), _ONE_DEVICE),
     "enable_expert_parallel": Rule(_is_unset, _ONE_DEVICE),
-    "distributed_executor_backend": Rule(_one_of("uni"), _ONE_DEVICE),
+    "distributed_executor_backend": Rule(_one_of("uni", "mp"), "ranks are processes of one machine"),
     "disable_custom_all_reduce": Rule(_is_switch, "it must be true or false"),
     "trust_remote_code": Rule(_is_switch, "it must be true or false; code of a model is never run"),
     "disable_log_stats": Rule(_is_switch, "it must be true or false; see get_metrics()"),
@@ -122,7 +121,6 @@ RULES: dict[str, Rule] = {
     "mm_processor_kwargs": Rule(_is_unset, _NO_MEDIA),
     "allowed_local_media_path": Rule(_one_of(""), _NO_MEDIA),
     "enable_prompt_embeds": Rule(_is_unset, "prompts are texts or token ids"),
-    "enable_sleep_mode": Rule(_is_unset, "close the engine to free its memory"),
     "kv_transfer_config": Rule(_is_unset, "the KV cache is not shared between engines"),
     "kv_cache_memory_bytes": Rule(_is_unset, "set kv_cache_tokens"),
     "num_scheduler_steps": Rule(_one_of(1), "overlap plans steps ahead: leave it out"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +16,9 @@ from draftproof.engine.drafting.policy import DraftModel, DraftPolicy
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.loop import Loop
 from draftproof.engine.page_pool import Pages
+from draftproof.engine.parallel.leader import LeaderRunner, LeaderSlots, mirror_graphs
+from draftproof.engine.parallel.model_part import cut_checkpoint, is_cut, rank_ops, whole_vocabulary
+from draftproof.engine.parallel.rank_processes import RankProcesses
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sizing import Sizes, resolve_sizes
 from draftproof.engine.slots import Slots
@@ -26,11 +31,13 @@ from draftproof.models.draft_head.config import TargetIdentity
 from draftproof.models.draft_head.model import TargetParts
 from draftproof.models.gguf.packed_store import packed_store
 from draftproof.models.load import Checkpoint
-from draftproof.models.registry import create_model
+from draftproof.models.registry import Model, create_model
 from draftproof.models.runner import Runner
-from draftproof.models.weight_formats import FloatWeight, WeightTensor, quantize_linears
-from draftproof.ops import Ops, resolve, resolve_device
+from draftproof.models.weight_formats import FloatWeight, WeightTensor, quantize_linears, used_formats
+from draftproof.ops import Communicator, Ops
 from draftproof.ops.contract.kv_layout import resolve_kv_dtype
+from draftproof.ops.parallel.communicator import ProcessCommunicator
+from draftproof.ops.parallel.forward import use_communicator
 from draftproof.propose import PROPOSERS
 from draftproof.propose.base import DeviceProposer, Proposer, ProposerEnv
 from draftproof.registry import lookup
@@ -39,6 +46,11 @@ from draftproof.types import StepFeatures
 from draftproof.verify import STRATEGIES
 from draftproof.verify.sampler import Sampler
 from draftproof.verify.strategy_table import StrategyTable, strategy_option_owner
+
+if TYPE_CHECKING:
+    from draftproof.engine.kv_events.events import EventLog
+
+log = logging.getLogger("draftproof")
 
 WARM_UP_LOGPROBS = 5  # alternatives of the steps with logprobs that are captured at start
 
@@ -52,6 +64,7 @@ class EngineParts:
     loop: Loop
     limits: Limits
     strategies: StrategyTable
+    weight_formats: str  # quantised ones that the backend multiplies; "": none
 
 
 def is_forced(config: SpeculativeConfig | None) -> bool:
@@ -64,22 +77,40 @@ def is_adaptive(config: SpeculativeConfig | None) -> bool:
     return config is not None and config.adaptive and not is_forced(config)
 
 
-def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
-    """Load the model and build all parts of an engine."""
-    model_config = checkpoint.config
-    device = resolve_device(config.device)
-    ops = resolve(config.backend, device, config.numerics)
+def build_engine(
+    config: EngineConfig, checkpoint: Checkpoint, ranks: RankProcesses | None = None
+) -> EngineParts:
+    """Load the model and build all parts of an engine; `ranks`: the processes of its other ranks."""
+    model_config, weights = checkpoint.config, checkpoint.weights
+    ops = rank_ops(config, rank=0)
+    if ranks is not None:
+        ranks.wait_reports()
+        use_communicator(ops, ProcessCommunicator(ranks.path, 0, config.tensor_parallel_size, ops.device))
+    elif is_cut(config):
+        use_communicator(ops, Communicator())
     identity = _target_identity(checkpoint)
-    weights = checkpoint.weights
-    quantize_linears(weights, config.quantization, ops)
-    check_formats(weights, ops)
-    ops.forward.check_kv_dtype(resolve_kv_dtype(config.kv_cache_dtype, checkpoint.dtype))
-    sizes = resolve_sizes(config, checkpoint, ops, _drafter_bytes(config, checkpoint))
     lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
+    drafter_bytes, vocabulary = _drafter_bytes(config, checkpoint), None
+    if is_cut(config):
+        if needs_target(config.speculative):
+            vocabulary = whole_vocabulary(weights, ops, checkpoint.dtype)
+        checkpoint = cut_checkpoint(config, checkpoint, ops, rank=0)
+        weights = checkpoint.weights
+    else:
+        quantize_linears(weights, config.quantization, ops)
+    check_formats(weights, ops)
+    formats = used_formats(weights, ops)
+    ops.forward.check_kv_dtype(resolve_kv_dtype(config.kv_cache_dtype, checkpoint.dtype))
+    sizes = resolve_sizes(config, checkpoint, ops, drafter_bytes)
+    if ranks is not None:
+        sizes = replace(sizes, num_pages=min([sizes.num_pages, *ranks.wait_reports()]))
+        ranks.send(sizes)
     with packed_store(ops, list(weights.values())) as store:
-        model = create_model(model_config, weights, ops, sizes.max_len, store)
+        model = create_model(checkpoint.config, weights, ops, sizes.max_len, store)
     vocab = model_config.vocab_size
-    slots = Slots(sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, ops)
+    slot_sizes = sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, ops
+    slots = Slots(*slot_sizes) if ranks is None else LeaderSlots(ranks, *slot_sizes)
+    embedding, packed_head = vocabulary or (model.embedding, model.lm_head)
     env = ProposerEnv(
         ops=ops,
         k=sizes.k,
@@ -94,8 +125,8 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
             config=model_config,
             identity=identity,
             dtype=checkpoint.dtype,
-            embedding=model.embedding,
-            lm_head=model.lm_head,
+            embedding=embedding,
+            lm_head=packed_head,
             lm_head_rows=lambda ids: lm_head[0].rows(ids).dequantize(checkpoint.dtype).to(ids.device),
         ),
         kv_cache_dtype=config.kv_cache_dtype,
@@ -104,16 +135,7 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
     if proposer is not None:
         budget_kernels.compile_kernels()
     lm_head.clear()  # from here on only the packed form is used
-    runner = Runner(
-        model,
-        ops,
-        checkpoint.dtype,
-        num_pages=sizes.num_pages,
-        page_size=sizes.page_size,
-        max_rows=sizes.max_rows,
-        taps=proposer.taps if isinstance(proposer, DeviceProposer) else (),
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
+    runner = _build_runner(config, sizes, model, ops, checkpoint.dtype, proposer, ranks)
     loop = _build_loop(config, sizes, slots, runner, proposer, strategies)
     limits = Limits(
         vocab_size=vocab,
@@ -123,21 +145,57 @@ def build_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineParts:
         speculative_tokens=sizes.k if proposer else 0,
         at_once=None if config.max_num_waiting is None else sizes.num_seqs + config.max_num_waiting,
     )
-    return EngineParts(ops, runner, loop, limits, strategies)
+    return EngineParts(ops, runner, loop, limits, strategies, formats)
+
+
+def _build_runner(
+    config: EngineConfig,
+    sizes: Sizes,
+    model: Model,
+    ops: Ops,
+    dtype: torch.dtype,
+    proposer: Proposer | None,
+    ranks: RankProcesses | None,
+) -> Runner:
+    options: dict[str, Any] = {
+        "num_pages": sizes.num_pages,
+        "page_size": sizes.page_size,
+        "max_rows": sizes.max_rows,
+        "taps": proposer.taps if isinstance(proposer, DeviceProposer) else (),
+        "kv_cache_dtype": config.kv_cache_dtype,
+    }
+    if ranks is None:
+        return Runner(model, ops, dtype, **options, captures=not is_cut(config))
+    runner = LeaderRunner(ranks, model, ops, dtype, **options)
+    ranks.wait_reports()
+    ranks.watch(on_failure=ops.communicator.abort)
+    if ops.runtime.asynchronous:
+        mirror_graphs(ops.runtime, ranks)
+    return runner
 
 
 def _target_identity(checkpoint: Checkpoint) -> TargetIdentity:
     """Return the identity of the target from its norms and the first rows of its embedding."""
     table = "model.embed_tokens.weight"
-    tensors = {n: w.dequantize() for n, w in checkpoint.weights.items() if n.endswith("norm.weight")}
+    weights = {name: w for name, w in checkpoint.weights.items() if name.endswith("norm.weight")}
     first = torch.arange(min(64, checkpoint.weights[table].shape[0]))
-    tensors[table] = checkpoint.weights[table].rows(first).dequantize()
+    weights[table] = checkpoint.weights[table].rows(first)
+    dtypes = {n: checkpoint.dtype if isinstance(w, FloatWeight) else None for n, w in weights.items()}
+    tensors = {name: weight.dequantize(dtypes[name]) for name, weight in weights.items()}
     return TargetIdentity.from_weights(checkpoint.config, tensors)
 
 
 def check_formats(weights: Mapping[str, WeightTensor], ops: Ops) -> None:
-    """Refuse quantised weights that the backend would have to unpack."""
-    formats = {weight.format for weight in weights.values() if not isinstance(weight, FloatWeight)}
+    """Refuse quantised weights that the backend does not multiply; log those that are unpacked to floats."""
+    unpacked = [weight for weight in weights.values() if weight.is_unpacked]
+    if unpacked:
+        log.warning(
+            "%s weights are unpacked to bf16, %.1f GiB: the option quantization makes them smaller",
+            unpacked[0].format,
+            sum(weight.nbytes for weight in unpacked) / (1 << 30),
+        )
+    stored = [weight for weight in weights.values() if not weight.is_unpacked]
+    formats = {weight.format for weight in stored if not isinstance(weight, FloatWeight)}
     if missing := formats - ops.forward.weight_formats:
         raise ConfigError(
             f"the {ops.name} backend does not multiply weights in the format {', '.join(sorted(missing))}: "
@@ -170,7 +228,7 @@ def _build_loop(
     )
     scheduler = Scheduler(
         slots,
-        Pages(sizes.num_pages),
+        Pages(sizes.num_pages, _event_log(config)),
         sizes.page_size,
         sizes.max_rows,
         policy,
@@ -190,6 +248,15 @@ def _build_loop(
         grammar_seconds=config.max_grammar_seconds,
         debug=config.debug,
     )
+
+
+def _event_log(config: EngineConfig) -> EventLog | None:
+    """Return the record of KV events if they are published; an engine without them needs no msgspec."""
+    if not config.publishes_kv_events:
+        return None
+    from draftproof.engine.kv_events.events import EventLog
+
+    return EventLog(config.page_size)
 
 
 def warm_up(parts: EngineParts, adaptive: bool, progress: Progress) -> None:
@@ -229,6 +296,14 @@ def _build_speculation(
     strategies.warn_if_lossy()
     proposer: Proposer = kind(env, {k: v for k, v in config.options.items() if k in kind.defaults})
     return proposer, strategies
+
+
+def needs_target(config: SpeculativeConfig | None) -> bool:
+    """Return whether the proposer uses the target's embedding and LM head."""
+    if config is None:
+        return False
+    kind: type[Proposer] = lookup(PROPOSERS, config.method, "speculative method")
+    return kind.needs_target(config.options)
 
 
 def _drafter_bytes(config: EngineConfig, checkpoint: Checkpoint) -> tuple[int, int]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
+from draftproof.compat.kv_events_config import KVEventsConfig
 from draftproof.config import EngineConfig
 from draftproof.engine.build import build_engine, is_adaptive, is_forced, warm_up
+from draftproof.engine.live.engine import PausableEngine
+from draftproof.engine.live.sleep import SleepMode
+from draftproof.engine.live.weights import LiveWeights
+from draftproof.engine.parallel.rank_processes import RankProcesses, start_ranks
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.step.step_results import StepResults, logprob_kind_of, needs_host_logprobs
 from draftproof.engine.step.warmup import Progress
@@ -20,8 +27,11 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.types import Request
 from draftproof.verify.grammar_guide import GrammarGuide
 
+if TYPE_CHECKING:
+    from draftproof.engine.kv_events.publisher import EventPublisher
 
-class Engine:
+
+class Engine(PausableEngine):
     """Inference engine over token ids. `add` and `abort` may be called between steps."""
 
     step_blocks = False
@@ -35,17 +45,48 @@ class Engine:
         self.dtype = checkpoint.dtype
         self._is_forced = is_forced(config.speculative)
         self._adaptive = is_adaptive(config.speculative)
+        self._operations = deque()
+        self._publisher: EventPublisher | None = None
+        self._ranks: RankProcesses | None = None
+        if config.tensor_parallel_size > 1:
+            self._ranks = start_ranks(config, checkpoint.config)
+        try:
+            self._build(checkpoint, progress)
+        except BaseException:
+            self.close()
+            raise
+        self._sequences: dict[str, Sequence] = {}
+        self._failure: Exception | None = None  # a step raised: the engine is dead
+        if config.publishes_kv_events:
+            from draftproof.engine.kv_events.publisher import EventPublisher  # needs ZeroMQ
+
+            self._publisher = EventPublisher(KVEventsConfig.parse(config.kv_events_config or {}))
+
+    def _build(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        config = self.config
         with torch.inference_mode():
-            parts = build_engine(config, checkpoint)
+            parts = build_engine(config, checkpoint, self._ranks)
             self.ops, self.runner, self.loop = parts.ops, parts.runner, parts.loop
             self.limits, self._strategies = parts.limits, parts.strategies
+            self._weight_formats = parts.weight_formats
+            self._live = LiveWeights(config, checkpoint, parts.runner)
+            self._sleep = None
+            if config.enable_sleep_mode:
+                self._sleep = SleepMode(self.ops, parts.runner, parts.loop.proposer)
             self.guarantees = parts.strategies.guarantees
             self.sources, self.eos_token_ids = parts.loop.sources, checkpoint.config.eos_token_ids
             if config.warm_up and (self.ops.runtime.asynchronous or self._adaptive):
                 with self.ops.runtime.step_context():
                     warm_up(parts, self._adaptive, progress)
-        self._sequences: dict[str, Sequence] = {}
-        self._failure: Exception | None = None  # a step raised: the engine is dead
+
+    def close(self) -> None:
+        """End the publisher of KV events and the processes of the other ranks, where there are any."""
+        if self._publisher is not None:
+            self._publish_events()
+            self._publisher.close()
+            self._publisher = None
+        if self._ranks is not None:
+            self._ranks.close()
 
     def strategy_label(self, params: SamplingParams) -> tuple[str, bool]:
         """Return the strategy of a request with its label, and whether its output is lossless."""
@@ -64,11 +105,14 @@ class Engine:
         self.loop.set_background_work(work)
 
     def describe(self) -> str:
-        """Return one line: model, device, backend, proposer and strategy."""
+        """Return one line: model, weights, device, backend, proposer and strategy."""
         spec = self.config.speculative
         how = f"{spec.method} drafts, k={spec.num_speculative_tokens}" if spec else "no drafts"
+        weights = str(self.dtype).removeprefix("torch.")
+        if self._weight_formats:
+            weights = f"{self._weight_formats} weights with {weights} activations"
         return (
-            f"{self.config.model}, {str(self.dtype).removeprefix('torch.')} on {self.ops.device} "
+            f"{self.config.model}, {weights} on {self.ops.device} "
             f"({self.ops.name} backend), {how}, {self.strategy_label(SamplingParams())[0]}"
         )
 
@@ -79,6 +123,7 @@ class Engine:
 
     def check(self, request: Request) -> int:
         """Return the maximum length of a request; RequestError if it cannot be served."""
+        self.check_awake()
         if request.id in self._sequences:
             raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
         self.guarantees.name_for(request.params)
@@ -90,13 +135,15 @@ class Engine:
         pages = scheduler.pages
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.held),
             num_preemptions=scheduler.num_preemptions,
             num_queried_tokens=scheduler.num_queried,
             num_cached_tokens=scheduler.num_cached,
             num_pages=pages.capacity,
             num_used_pages=pages.capacity - pages.num_free,
             num_cached_pages=pages.num_idle,
+            weights_version=self.weights_version,
+            sleep_level=self.sleep_level,
             timings=scheduler.timings.copy(),
         )
 
@@ -113,7 +160,8 @@ class Engine:
         self._check_alive()
         if max_length is None or request.id in self._sequences:
             max_length = self.check(request)
-        max_waiting, num_waiting = self.config.max_num_waiting, len(self.loop.scheduler.waiting)
+        scheduler = self.loop.scheduler
+        max_waiting, num_waiting = self.config.max_num_waiting, len(scheduler.waiting) + len(scheduler.held)
         if max_waiting is not None and num_waiting - self.loop.slots.num_free >= max_waiting:
             raise QueueFullError(f"{num_waiting} requests are waiting already: try again later")
         params, vocab, speculation = request.params, self.limits.vocab_size, request.params.speculation
@@ -149,6 +197,11 @@ class Engine:
         needs_probs = has_probs and self._strategies.for_request(params).needs_draft_probs
         return not self._is_forced and not (needs_probs and drafts_before_plan)
 
+    def _publish_events(self) -> None:
+        events = self.loop.scheduler.pages.events
+        if self._publisher is not None and events is not None:
+            self._publisher.publish(events)
+
     def abort(self, request_id: str) -> bool:
         """Finish a request now; return False if it is unknown. Its tokens stay in the prefix cache."""
         sequence = self._sequences.pop(request_id, None)
@@ -162,11 +215,16 @@ class Engine:
         """Run a step and return its results. After any exception the engine is dead."""
         self._check_alive()
         try:
+            if self._operations:
+                self.run_operations()
+                self._check_alive()
             with torch.inference_mode(), self.ops.runtime.step_context():
                 results = self.loop.step()
+            self.runner.check_ranks()
         except Exception as error:
             self._failure = error
             raise
+        self._publish_events()
         for i in results.finishes:
             del self._sequences[results.requests[i].id]
         return results

@@ -54,6 +54,7 @@ class FaultRecovery:
         """Count a failed step and return its reason; EngineDeadError if the engine cannot go on."""
         error = fault.__cause__
         reason = f"{type(error).__name__} in a step: {error}"
+        self._device.runner.check_ranks(error)  # ranks that are not in the same step cannot go on
         self._num_failures += 1
         if not responds(self._device.ops):
             raise EngineDeadError(f"the device does not respond after {reason}") from error

@@ -66,6 +66,7 @@ class Loop:
         self.release = RequestRelease(scheduler, slots, self.hooks, self.pending)
         self._mask_thread = MaskThread(grammar_seconds)
         self._recovery = FaultRecovery(scheduler, device, self.hooks, self.release)
+        self.is_paused = False  # steps in flight are read, and none is queued
         self._number = 0  # number of the last queued step
         self._features: tuple[int, StepFeatures] | None = None
 
@@ -94,6 +95,8 @@ class Loop:
         return results
 
     def _step(self) -> StepResults:
+        if self.is_paused:
+            return self._read_step(self.pending.popleft()) if self.pending else NOTHING
         if self.pending and (self._needs_sync() or len(self.pending) >= self.policy.run_ahead.depth):
             return self._read_step(self.pending.popleft())
         try:

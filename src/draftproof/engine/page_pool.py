@@ -11,10 +11,14 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from draftproof.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from draftproof.engine.kv_events.events import EventLog
 
 
 def digests(tokens: Many[int], page_size: int, salt: str = "", known: Many[bytes] = ()) -> Iterator[bytes]:
@@ -31,7 +35,9 @@ def digests(tokens: Many[int], page_size: int, salt: str = "", known: Many[bytes
 class Pages:
     """Page allocator. Page 0 is never allocated: padding rows write to it."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, events: EventLog | None = None) -> None:
+        """Start with empty pages; `events` records what is published and withdrawn."""
+        self.events = events
         self.capacity = num_pages - 1  # pages that can be allocated
         self._empty = list(range(num_pages - 1, 0, -1))
         self._users: dict[int, int] = {}
@@ -64,9 +70,15 @@ class Pages:
             page = self._empty.pop()
         else:
             page, _ = self._idle.popitem(last=False)
-            del self._place[self._content.pop(page)]
+            self._withdraw(page)
         self._users[page] = 1
         return page
+
+    def _withdraw(self, page: int) -> None:
+        digest = self._content.pop(page)
+        del self._place[digest]
+        if self.events is not None:
+            self.events.removed(digest)
 
     def find(self, prefix: Many[bytes]) -> list[int]:
         """Return the pages of the longest published beginning of `prefix`, with one more user each."""
@@ -80,21 +92,31 @@ class Pages:
             found.append(page)
         return found
 
-    def publish(self, page: int, digest: bytes) -> None:
-        """Publish a full page that will not change, unless its content is published already."""
+    def publish(self, page: int, digest: bytes) -> bool:
+        """Publish a full page that will not change; False if its content is published already."""
         assert page in self._users, f"page {page} has no user"
-        if page not in self._content and digest not in self._place:
+        is_new = page not in self._content and digest not in self._place
+        if is_new:
             self._content[page] = digest
             self._place[digest] = page
+        return is_new
 
     def unpublish(self, pages: Many[int]) -> None:
         """Withdraw the content of `pages` from the prefix cache, whether they have users or not."""
         for page in pages:
             if page in self._content:
-                del self._place[self._content.pop(page)]
+                self._withdraw(page)
             if page in self._idle:
                 del self._idle[page]
                 self._empty.append(page)
+
+    def clear(self) -> None:
+        """Withdraw all content from the prefix cache."""
+        events, self.events = self.events, None  # one event instead of one a page
+        self.unpublish(list(self._content))
+        self.events = events
+        if events is not None:
+            events.cleared()
 
     def release(self, pages: Many[int]) -> None:
         """Remove one user of each page. The last pages of a sequence are evicted first."""
@@ -143,10 +165,19 @@ class PrefixCache:
         if not self.enabled:
             return []
         first, full = sequence.num_published_pages, min(computed // self.page_size, len(sequence.digests))
-        for i in range(first, full):
-            self.pages.publish(sequence.pages[i], sequence.digests[i])
+        new = [i for i in range(first, full) if self.pages.publish(sequence.pages[i], sequence.digests[i])]
+        if new and self.pages.events is not None:
+            self._record(sequence, new, self.pages.events)
         sequence.num_published_pages = max(first, full)
         return sequence.pages[first:full]
+
+    def _record(self, sequence: Sequence, new: Many[int], events: EventLog) -> None:
+        """Record newly published pages, each run of consecutive ones as one event."""
+        salt, first = sequence.request.params.cache_salt or "", new[0]
+        for page, following in zip(new, [*new[1:], -1], strict=True):
+            if following != page + 1:
+                events.stored(sequence.digests, first, page + 1, sequence.ids, salt)
+                first = following
 
     def remember(self, sequence: Sequence, ids: Many[int], computed: int) -> None:
         """Set the committed tokens of a request and publish its full pages."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from draftproof.engine.drafting.policy import DraftPolicy
 from draftproof.engine.page_pool import Pages, PrefixCache
-from draftproof.engine.sequence import Sequence, SlotMirror
+from draftproof.engine.sequence import PooledRows, Sequence, SlotMirror
 from draftproof.engine.slots import Slots
 from draftproof.metrics import Timings
 
@@ -39,6 +39,8 @@ class RequestQueue:
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []  # since the last plan
+        self.held: list[Sequence] = []  # new requests that wait for the end of a pause
+        self.holds_new = False
         self.version = 0  # changes with `running`
         self.num_needing_sync = 0  # requests that need the host in some steps
         self.num_preemptions = 0
@@ -52,8 +54,40 @@ class RequestQueue:
         """Queue a request."""
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        insort(self.waiting, sequence, key=lambda s: s.rank)
+        if self.holds_new:
+            self.held.append(sequence)
+        else:
+            insort(self.waiting, sequence, key=lambda s: s.rank)
         self.num_needing_sync += sequence.may_need_sync
+
+    def hold_new(self) -> None:
+        """Admit no request that was never scheduled until `release_held`; the others run to their ends."""
+        self.held += [s for s in self.waiting if s.stats.scheduled_at is None]
+        self.waiting[:] = [s for s in self.waiting if s.stats.scheduled_at is not None]
+        self.holds_new = True
+
+    def release_held(self) -> None:
+        """Queue the requests that were held."""
+        for sequence in self.held:
+            insort(self.waiting, sequence, key=lambda s: s.rank)
+        self.held.clear()
+        self.holds_new = False
+
+    def discard_kv(self) -> list[Sequence]:
+        """Preempt all running requests and clear the prefix cache; no step may be in flight.
+
+        Return the preempted requests. Rows of a prompt that were computed so far are computed again: their
+        logprobs and their mean must not come from two sets of weights.
+        """
+        preempted = list(self.running)
+        for sequence in preempted:
+            self._preempt(sequence)
+        self.preempted.clear()
+        self.pages.clear()
+        for sequence in (*self.waiting, *self.held):
+            if len(sequence.ids) == len(sequence.request.prompt_token_ids):
+                sequence.num_prompt_logprobs, sequence.pooled = 0, PooledRows()
+        return preempted
 
     def do_idle_work(self) -> None:
         """Compute the page digests of the request that is admitted next, while the device is busy."""
@@ -139,7 +173,7 @@ class RequestQueue:
         self.num_needing_sync -= sequence.may_need_sync
         sequence.stats.ended = time.monotonic()
         if sequence.slot < 0:
-            self.waiting.remove(sequence)
+            (self.held if sequence in self.held else self.waiting).remove(sequence)
         else:
             self._leave(sequence)
 

@@ -80,6 +80,9 @@ def _row_bytes(checkpoint: Checkpoint) -> int:
     """Return the bytes of the activations of a row: one layer, the residual and its predecessor."""
     model = checkpoint.config
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim  # q, k, v and the result
+    if model.latent is not None:  # queries before and after the key projection, and the result
+        widths = model.latent.nope_dim + 2 * model.head_dim + 2 * model.latent.kv_rank
+        heads = model.num_heads * (widths + model.latent.value_dim)
     return (4 * model.hidden_size + 3 * model.intermediate_size + heads) * checkpoint.dtype.itemsize
 
 

@@ -32,6 +32,18 @@ class EngineClient(Protocol):
         """True while a request is unfinished."""
 
     @property
+    def weights_version(self) -> int:
+        """Version of the weights that the results of the last step were made with."""
+
+    @property
+    def sleep_level(self) -> int:
+        """Level of the engine's sleep; 0: it is awake."""
+
+    @property
+    def has_operations(self) -> bool:
+        """True while an operation waits for steps to be read."""
+
+    @property
     def step_blocks(self) -> bool:
         """True if `step` waits for events; `wake`, from any thread, ends the wait."""
 

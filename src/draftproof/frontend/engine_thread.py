@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from draftproof.errors import EngineClosedError, EngineDeadError, EngineDownError, RequestError
+from draftproof.frontend.operations import PendingOperations, is_idle, raised
 from draftproof.frontend.request_tracker import Job, RequestTracker
 from draftproof.frontend.stream_queue import EventDelivery, StreamQueue
 
@@ -34,6 +35,7 @@ class EngineThread:
         self._open: dict[str, tuple[Job, StreamQueue]] = {}
         self._drain_replies: list[Reply] = []
         self._stop_replies: list[Reply] = []
+        self._operations = PendingOperations()
         self._closed_reason: str | None = None  # why no new request is accepted
         self._is_stopping = self._has_ended = False
         self.error: BaseException | None = None  # the exception that ended the engine
@@ -80,6 +82,10 @@ class EngineThread:
     def drain(self) -> asyncio.Future[None]:
         """Accept no new job; done when all open ones have ended."""
         return self._call(self._on_drain)
+
+    async def operate(self, start: Callable[[Reply], None]) -> Any:
+        """Call `start` in the thread with a reply, and return what is replied, or raise it."""
+        return raised(await self._call(partial(self._operations.begin, start, self.closed_error)))
 
     def abort_all(self) -> asyncio.Future[int]:
         """Abort every open job and return their number."""
@@ -138,7 +144,7 @@ class EngineThread:
                 self._read_inbox()
                 if engine.step_blocks:
                     self._publish()  # results of commands must not wait for the step
-                if (self._open or engine.step_blocks) and not self._is_stopping:
+                if not is_idle(engine, self._open) and not self._is_stopping:
                     self._step()
                 self._publish()
         except BaseException as error:
@@ -149,7 +155,7 @@ class EngineThread:
 
     def _read_inbox(self) -> None:
         """Run the commands that are queued now; wait for one if the engine is idle."""
-        if not self._open and not self._tracker.engine.step_blocks:
+        if is_idle(self._tracker.engine, self._open):
             self._inbox.get()()
         with suppress(Empty):
             for _ in range(self._inbox.qsize()):
@@ -212,6 +218,7 @@ class EngineThread:
         self._drain_inbox()
         _reply_all(self._drain_replies)
         _reply_all(self._stop_replies)
+        self._operations.end(self.closed_error() or EngineClosedError("the engine was shut down"))
 
     # --- commands -----------------------------------------------------------------------------------
 

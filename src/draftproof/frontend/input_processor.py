@@ -140,10 +140,17 @@ class InputProcessor:
         return ids if count is None else ids[-count:]
 
     def score_pairs(
-        self, contexts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]
+        self, contexts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt] | None
     ) -> list[tuple[list[int], list[int]]]:
-        """Return the token ids of contexts and continuations; RequestError if one has none."""
+        """Return the token ids of contexts and continuations; RequestError if one has none.
+
+        Without continuations the contexts are whole sequences: all tokens but the first are scored.
+        """
         before = [self.read_prompt(context)[1] for context in prompt_list(contexts)]
+        if continuations is None:
+            if not all(len(ids) > 1 for ids in before):
+                raise RequestError("a sequence of one token has nothing to score: the first has no logprob")
+            return [(ids[:1], ids[1:]) for ids in before]
         after = []
         for part in prompt_list(continuations):
             if isinstance(part, str):

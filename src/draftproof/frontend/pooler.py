@@ -68,6 +68,7 @@ class Pooler:
     pooling_type: PoolingType = "last"
     normalize: bool = True
     is_matryoshka: bool = False  # the first dimensions are embeddings themselves
+    is_embedding_model: bool = False  # the model's files or an option define the pooling
     matryoshka_dimensions: tuple[int, ...] = ()  # allowed numbers of them; empty: any
     refusal: str | None = None  # reason why the embeddings of this model are not available
 
@@ -97,6 +98,7 @@ class Pooler:
             outputs=EmbeddingOutput(self._finish(result.embedding, params).tolist()),
             prompt_token_ids=result.prompt_token_ids,
             num_cached_tokens=result.num_cached_tokens,
+            weights_version=result.weights_version,
         )
 
     def _finish(self, pooled: Floats32, params: PoolingParams) -> Floats32:
@@ -123,7 +125,7 @@ def read_pooler(
     if config.pooling_type != "auto":
         refusal = None if pooler.refusal is None or POOLING_OPTION in pooler.refusal else pooler.refusal
         kind: Any = config.pooling_type
-        pooler = replace(pooler, pooling_type=kind, refusal=refusal)
+        pooler = replace(pooler, pooling_type=kind, refusal=refusal, is_embedding_model=True)
     if config.normalize_embeddings is not None:
         pooler = replace(pooler, normalize=config.normalize_embeddings)
     return replace(pooler, size=size)
@@ -172,7 +174,7 @@ def _mode(pooling: dict[str, Any]) -> str:
 
 def _with_mode(pooler: Pooler, mode: str) -> Pooler:
     if mode in MODES:
-        return replace(pooler, pooling_type=MODES[mode])
+        return replace(pooler, pooling_type=MODES[mode], is_embedding_model=True)
     return replace(pooler, refusal=f"pooling {mode!r} is not supported; {POOLING_OPTION}")
 
 

@@ -16,7 +16,14 @@ from draftproof.engine.step.step_results import Finish, StepResults, needs_host_
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.frontend.engine_client import EngineClient
 from draftproof.metrics import RequestStats, SpecStats
-from draftproof.outputs import CompletionOutput, FinishReason, LogprobRow, RequestOutput, TokenEvent
+from draftproof.outputs import (
+    CompletionOutput,
+    FinishReason,
+    LogprobRow,
+    RequestOutput,
+    TokenEvent,
+    WeightsSpan,
+)
 from draftproof.text.bulk.output import BulkOutput
 from draftproof.text.bulk.output_table import FinishedOutput, OutputTable
 from draftproof.text.logprobs import LogprobMaps
@@ -78,6 +85,7 @@ class RequestTracker:
         self._owner: str | None = None
         self._finishing: list[tuple[Job, int]] = []  # finished outputs that may not be closed yet
         self._group = NO_REQUESTS
+        self._weights_version = engine.weights_version
         engine.set_background_work(self.table.flush_if_due)
 
     @property
@@ -130,6 +138,8 @@ class RequestTracker:
             if request.id in self._jobs:
                 raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
             self._jobs[request.id] = job, len(job.request_stats)
+            version = self.engine.weights_version
+            job.outputs[len(job.request_stats)].output.weights_versions = [WeightsSpan(version, 0)]
             try:
                 job.request_stats.append(self.engine.add(request, job.max_length))
             except RequestError:
@@ -210,6 +220,8 @@ class RequestTracker:
         `defer_close`: bulk outputs may be completed some steps later, several at once.
         """
         results, group = self.engine.step(), self._group
+        if self.engine.weights_version != self._weights_version:
+            self._begin_spans()
         completed = [self._reject(*refusal) for refusal in results.refused.items()]
         if not len(results):
             return completed + self._take_closed()
@@ -236,6 +248,20 @@ class RequestTracker:
         if results.finishes or matched:
             self._close(results, dict.fromkeys([*results.finishes, *matched]), defer_close)
         return completed + self._take_closed()
+
+    def _begin_spans(self) -> None:
+        """Record in every open output that its next tokens are made with new weights."""
+        version = self._weights_version = self.engine.weights_version
+        for job, index in self._jobs.values():
+            output = job.outputs[index]
+            if isinstance(output, BulkOutput):
+                count = self.table.num_tokens(output)
+            else:
+                count = len(output.output.token_ids)
+            spans = output.output.weights_versions
+            output.output.weights_versions = [*(spans if count else []), WeightsSpan(version, count)]
+            if not count and not index:  # the engine computes the rows of the prompt again
+                job.prompt_logprob_rows.clear()
 
     def _close(self, results: StepResults, finished: Iterable[int], defer_close: bool) -> None:
         jobs = {i: self._jobs[results.requests[i].id] for i in finished}
@@ -301,7 +327,10 @@ def _without_tokens(output: CompletionOutput) -> CompletionOutput:
     """Return an empty output that ended as `output` did; by its length, unless it failed."""
     has_failed = output.finish_reason in ("abort", "error")
     reason = output.finish_reason if has_failed else "length"
-    return CompletionOutput(output.index, output.seed, finish_reason=reason, error=output.error)
+    versions = [WeightsSpan(output.weights_version, 0)]
+    return CompletionOutput(
+        output.index, output.seed, finish_reason=reason, error=output.error, weights_versions=versions
+    )
 
 
 def _first(times: Iterable[float | None]) -> float | None:

@@ -27,4 +27,5 @@ def score_output(num_context: int, result: RequestOutput) -> ScoreOutput:
         token_ids=ids[num_context:],
         token_logprobs=[entry.logprob for entry in entries],
         is_greedy=all(entry.rank == 1 for entry in entries),
+        weights_version=result.weights_version,
     )

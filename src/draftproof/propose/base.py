@@ -6,7 +6,7 @@ A proposer never changes a request, and its drafts never change an output: a wro
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.draft_head.model import TargetParts
+from draftproof.models.weight_formats import PackedEntry, WeightTensor
+from draftproof.models.weights.update_source import WeightSource
 from draftproof.ops import Ops
 from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
 
@@ -54,6 +57,7 @@ class Proposer(ABC):
     learns: ClassVar[bool] = False  # from the tokens of finished requests
     takes_prediction: ClassVar[bool] = False  # drafts from Request.prediction_ids itself
     defaults: ClassVar[Mapping[str, Any]] = {}  # options and their defaults
+    entries: Sequence[PackedEntry] = ()  # packed weights of its own model
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         self.env = env
@@ -69,6 +73,11 @@ class Proposer(ABC):
     ) -> tuple[int, int]:
         """Return device bytes per token that can be stored, and bytes besides."""
         return 0, 0
+
+    @classmethod
+    def needs_target(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether `ProposerEnv.target` must have the whole embedding and LM head."""
+        return False
 
     def start(self, slot: int, request: Request) -> None:
         """Begin a request in `slot`."""
@@ -88,6 +97,22 @@ class Proposer(ABC):
 
     def learn(self, request: Request, ids: NDArray[np.int64]) -> None:
         """Take in all tokens of a finished request, its prompt first; with `learns`."""
+        return None
+
+    def forget(self) -> None:
+        """Drop what was learned from earlier outputs: the target's weights have changed."""
+        return None
+
+    def check_weights(self, source: WeightSource) -> dict[str, WeightTensor]:
+        """Return new weights of its own model, checked against `entries`; LoadError if they do not fit."""
+        raise LoadError("this engine drafts without a model of its own: leave draft_weights out")
+
+    def device_memory(self) -> tuple[Any, Sequence[Tensor]]:
+        """Return a tree with the weights of its own model, and the caches of their K and V."""
+        return (), ()
+
+    def refresh_lm_head(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Take rows of the target's new LM head: ids [n] -> [n, hidden]."""
         return None
 
     def prepare(self) -> None:

@@ -8,7 +8,7 @@ newest token's row gives the first draft; each further draft takes a round of on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from draftproof.models.gguf.packed_store import packed_store
 from draftproof.models.load import keeps_blocks, load_checkpoint, load_config
 from draftproof.models.registry import create_model, expected_tensors, kv_layout
 from draftproof.models.runner import Runner
+from draftproof.models.weight_formats import WeightTensor
+from draftproof.models.weights.update import check_update
+from draftproof.models.weights.update_source import WeightSource, read_tensors, target_weights
 from draftproof.ops import Rows
 from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 from draftproof.propose.base import ProposerEnv
@@ -55,6 +58,7 @@ class DraftModelProposer(ModelProposer):
             )
         with packed_store(env.ops, list(made.weights.values())) as store:
             model = create_model(config, made.weights, env.ops, env.max_len, store)
+        self.entries = model.entries
         self.runner = Runner(
             model,
             env.ops,
@@ -80,6 +84,18 @@ class DraftModelProposer(ModelProposer):
         weights = sum(math.prod(shape) for shape in expected_tensors(config).values())
         kv_dtype = resolve_kv_dtype(kv_cache_dtype, dtype)
         return kv_layout(config, kv_dtype).bytes_per_token, weights * dtype.itemsize
+
+    def device_memory(self) -> tuple[Any, Sequence[Tensor]]:
+        """Return the model and its caches."""
+        return vars(self.runner.model), self.runner.caches
+
+    def check_weights(self, source: WeightSource) -> dict[str, WeightTensor]:
+        """Return new weights of the draft model, under the names of its checkpoint."""
+        model, dtype = self.runner.model, self.runner.dtype
+        tensors = read_tensors(source)
+        weights = target_weights(tensors, model.config, dtype, self.entries, quantize=lambda _: None)
+        check_update(self.entries, weights)
+        return weights
 
     def draft(self, batch: DeviceBatch) -> Draft:
         """Compute what the step committed, then run the rounds."""

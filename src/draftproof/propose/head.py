@@ -9,17 +9,20 @@ takes a round of one row per entry, with the head's own feature.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from draftproof.errors import ConfigError
+from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.draft_head.bundled import find_bundled_head, find_bundled_head_by_size
-from draftproof.models.draft_head.formats import load_draft_head, read_draft_head
+from draftproof.models.draft_head.formats import load_draft_head, named_weights, read_draft_head
 from draftproof.models.draft_head.model import DraftHeadModel
+from draftproof.models.weight_formats import WeightTensor
+from draftproof.models.weights.update_source import WeightSource, is_path, read_tensors
 from draftproof.ops import Rows
 from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 from draftproof.propose.base import ProposerEnv
@@ -41,14 +44,15 @@ class HeadProposer(ModelProposer):
         if source is None:
             raise ConfigError(
                 f"method {self.kind!r} needs a head: the model's files hold none, and none for this model "
-                "comes with the package: give the folder of one as 'model' (`draftproof train` trains heads "
-                "for method 'eagle3')"
+                "comes with the package: give the folder of one as 'model', or train one (`draftproof train "
+                "--kind eagle3` or `--kind mtp`)"
             )
         assert target is not None
         config, weights = load_draft_head(source, target.identity)
         if config.kind != self.kind:
             raise ConfigError(f"{source} is a head of kind {config.kind!r}: use method {config.kind!r}")
         self.model = DraftHeadModel(config, weights, env.ops, env.max_len, target, env.num_slots)
+        self.entries = self.model.entries
         self.needs_hidden = config.feature == "last_normed"
         self.taps = config.aux_layers if config.feature == "aux" else ()
         if config.feature == "last":
@@ -84,6 +88,30 @@ class HeadProposer(ModelProposer):
             weights += config.draft_vocab_size * config.hidden_size
         kv_dtype = resolve_kv_dtype(kv_cache_dtype, dtype)
         return config.kv_layout(kv_dtype).bytes_per_token, weights * dtype.itemsize
+
+    def check_weights(self, source: WeightSource) -> dict[str, WeightTensor]:
+        """Return new weights of the head, from a folder or under the names of any format of heads."""
+        assert self.env.target is not None
+        num_layers = self.env.target.config.num_layers
+        if not is_path(source):
+            return self.model.check_weights(named_weights(read_tensors(source), num_layers))
+        config, weights = read_draft_head(str(source), num_layers)
+        if replace(config, target=self.model.config.target) != self.model.config:
+            raise LoadError(f"{source} is a head of another form than the one in use")
+        return self.model.check_weights(weights)
+
+    def device_memory(self) -> tuple[Any, Sequence[Tensor]]:
+        """Return the head and its caches."""
+        return vars(self.model), self.caches
+
+    def refresh_lm_head(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Take the rows of the draft vocabulary from the target's new LM head."""
+        self.model.refresh_lm_head(rows)
+
+    @classmethod
+    def needs_target(cls, options: Mapping[str, Any]) -> bool:
+        """Return True: heads share the target's embedding and often its LM head."""
+        return True
 
     def _row(self, rows: Rows, feature: Tensor) -> tuple[Tensor]:
         return (self.model.forward(rows, feature, self.caches),)

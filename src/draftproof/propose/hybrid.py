@@ -10,7 +10,7 @@ model; it drafts last, and the policy limits its rounds (`engine/drafting/policy
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from torch import Tensor
 from draftproof.array_types import Ints
 from draftproof.errors import ConfigError, nearest
 from draftproof.models.config import ModelConfig
+from draftproof.models.weight_formats import WeightTensor
+from draftproof.models.weights.update_source import WeightSource
 from draftproof.ops.contract.draft_search import (
     FIXED_ONE,
     MAX_CANDIDATES,
@@ -63,6 +65,7 @@ class HybridProposer(DeviceProposer):
             is_free=all(member.is_free for member in self.members),
         )
         self.taps = models[0].taps if models else ()
+        self.entries = models[0].entries if models else ()
         has_others = len(self.members) > len(models)
         self.model_source = _first(member.runs_every_step and has_others for member in self.members)
         self.extending_source = _first(member.can_extend for member in self.members)
@@ -90,6 +93,11 @@ class HybridProposer(DeviceProposer):
         ]
         return sum(per_token for per_token, _ in sizes), sum(fixed for _, fixed in sizes)
 
+    @classmethod
+    def needs_target(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether a member does."""
+        return any(member.kind.needs_target(member.options) for member in _parse_members(options))
+
     # --- host ---------------------------------------------------------------------------------------
 
     def start(self, slot: int, request: Request) -> None:
@@ -112,6 +120,28 @@ class HybridProposer(DeviceProposer):
         for member in self.members:
             if member.learns:
                 member.learn(request, ids)
+
+    def forget(self) -> None:
+        """Drop what the members have learned."""
+        for member in self.members:
+            member.forget()
+
+    def check_weights(self, source: WeightSource) -> dict[str, WeightTensor]:
+        """Return new weights of the member that has a model."""
+        for member in self.members:
+            if member.entries:
+                return member.check_weights(source)
+        return super().check_weights(source)
+
+    def device_memory(self) -> tuple[Any, Sequence[Tensor]]:
+        """Return the models and caches of all members."""
+        parts = [member.device_memory() for member in self.members]
+        return [tree for tree, _ in parts], [cache for _, caches in parts for cache in caches]
+
+    def refresh_lm_head(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Take rows of the target's new LM head in all members."""
+        for member in self.members:
+            member.refresh_lm_head(rows)
 
     def prepare(self) -> None:
         """Prepare all members."""

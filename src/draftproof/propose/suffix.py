@@ -66,6 +66,10 @@ class SuffixProposer(DeviceProposer):
         """Add the output of a finished request to the pool."""
         self.pool.add(request.params.cache_salt, ids, len(request.prompt_token_ids))
 
+    def forget(self) -> None:
+        """Empty the pool."""
+        self.pool.clear()
+
     def prepare(self) -> None:
         """Send changes of the pool to the device."""
         self.pool.send()

@@ -113,6 +113,11 @@ class Pool:
             line[LINE_TOKENS:] = len(ids[low:high]), first - low
             self._added.append((owner, line))
 
+    def clear(self) -> None:
+        """Remove all lines, and outputs that were added and not stored yet."""
+        self._added.clear()
+        self._remove(np.flatnonzero(self.owner != NO_OWNER))
+
     def send(self) -> None:
         """Send new owners and expired lines; store added outputs if there was no idle time for it."""
         if self._next_expiry <= self.now():
@@ -143,7 +148,9 @@ class Pool:
         self._changed_slots.clear()
 
     def _expire(self) -> None:
-        old = np.flatnonzero((self.owner != NO_OWNER) & (self._created + self.ttl <= self.now()))
+        self._remove(np.flatnonzero((self.owner != NO_OWNER) & (self._created + self.ttl <= self.now())))
+
+    def _remove(self, old: Ints) -> None:
         for line in old.tolist():
             del self._lines[self._digests[line]]
         self.owner[old], self._used[old] = NO_OWNER, -1

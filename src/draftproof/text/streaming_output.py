@@ -33,6 +33,7 @@ class StepEvents(Sequence[TokenEvent]):
     first: int  # index of the step's first token in both
     finish: Finish
     drafted: Drafted
+    weights_version: int
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -61,6 +62,7 @@ class StepEvents(Sequence[TokenEvent]):
             num_draft=num_draft,
             drafts=drafts,
             token_text=no_text if self.logprobs is None else self.logprobs.token_text,
+            weights_version=self.weights_version,
         )
 
 
@@ -113,6 +115,7 @@ class StreamingOutput:
             first=len(out.token_ids) - len(texts),
             finish=(out.finish_reason, out.stop_reason, out.error),
             drafted=(step.num_draft, drafts),
+            weights_version=out.weights_version,
         )
 
     def _end_event(self, text: str) -> TokenEvent:
@@ -127,6 +130,7 @@ class StreamingOutput:
             finish_reason=out.finish_reason,
             stop_reason=out.stop_reason,
             error=out.error,
+            weights_version=out.weights_version,
         )
 
     def abort(self, reason: FinishReason = "abort", error: str | None = None) -> Sequence[TokenEvent]:

@@ -143,6 +143,7 @@ def compared(name, batch, task, host=0.0):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "batch", "task"), CELLS)
 def test_adaptive_drafts_match_the_best_fixed_number_and_never_lose_to_none(name, batch, task):
     best, none, first = compared(name, batch, task)

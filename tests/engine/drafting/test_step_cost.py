@@ -40,13 +40,20 @@ def test_first_step_sets_the_context() -> None:
     assert cost.context_seconds(100) == pytest.approx(0.5) and cost.row_seconds(8) == pytest.approx(1.2)
 
 
+def test_slow_first_step_is_not_kept_as_context() -> None:
+    cost = StepCost(TABLE)
+    for seconds in (4.0, 1.7):
+        cost.observe(8, 100, seconds)
+    assert cost.context_seconds(100) == pytest.approx(0.5)
+
+
 def test_pauses_are_ignored_until_they_are_the_rule() -> None:
     cost = StepCost(TABLE)
     cost.observe(8, 100, 1.2)
     for i in range(MAX_PAUSES - 1):
         cost.observe((8, 16)[i % 2], 100, 2 * PAUSE_FACTOR * 2)
     assert cost.context_seconds(100) == pytest.approx(0.0)
-    for i in range(4):
+    for i in range(8):
         cost.observe((8, 16)[i % 2], 100, 2 * PAUSE_FACTOR * 2)
     assert cost.context_seconds(100) > 1.0
 

@@ -24,6 +24,7 @@ import numpy as np
 
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
 CONTEXT_RATE = 1 / 16  # share of a prediction error that goes to the cost of a key
+FIRST_CONTEXT_STEPS = 4  # observed steps without drafts that set the cost of a key
 SIZE_RATE = 1 / 16  # and to the correction of the step's size; more in its first steps
 DRAFT_RATE = 1 / 16  # and to the overhead of the draft model, if it ran
 CORRECTION_DECAY = 1 / 1024  # of the corrections, per observed step
@@ -113,9 +114,9 @@ class StepCost:
 
     def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int, has_drafts: bool) -> None:
         draft = self.draft_seconds(num_drafting)
-        if not self.num_plain_steps and not has_drafts:  # the table was timed here: the rest is context
-            empty = self.row_seconds(rows) + draft
-            self._per_key = max(0.0, min(seconds, PAUSE_FACTOR * empty) - empty) / keys
+        if self.num_plain_steps < FIRST_CONTEXT_STEPS and not has_drafts:
+            self._start_context(keys, seconds - self.row_seconds(rows) - draft)
+            return
         expected = self.row_seconds(rows) + self.context_seconds(keys) + draft
         error = seconds - expected
         if error > (PAUSE_FACTOR - 1) * expected:
@@ -139,6 +140,15 @@ class StepCost:
         else:  # it may be cheaper by now, which is not observed while the model does not run
             self._draft_overhead *= 1 - DRAFT_DECAY
         self._fill_table()
+
+    def _start_context(self, keys: int, seconds: float) -> None:
+        """Set `per_key` from the first steps: the smallest, because a first step is often slow.
+
+        The table was timed on empty steps, so that the rest of a step without drafts is context.
+        """
+        found = max(0.0, seconds) / keys
+        self._per_key = found if not self.num_plain_steps else min(self._per_key, found)
+        self.num_plain_steps += 1
 
     def row_seconds(self, rows: int) -> float:
         """Return the seconds of a step without context; more rows than timed cost as many as timed."""

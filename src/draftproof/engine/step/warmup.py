@@ -22,6 +22,7 @@ from draftproof.types import DraftSpec, FinishStatus, PlanColumns, StepFeatures
 Progress = Callable[[str, int, int], None]  # what, how much is done, of how much
 TIMING_ROUNDS = 3  # timings of each size where steps are not captured; the fastest counts
 CACHE_FLUSH_BYTES = 128 << 20  # more than the cache of any chip
+TOKEN_STRIDE = 7919  # between the tokens of timed rows; a prime
 PROMPT_ROWS = 64, 256  # rows of prompts beside full windows with captured drafts: few entries, more
 LONG_PROMPT_ROWS = 128, 256, 512
 DraftGraph = tuple[int, int, DraftSpec]  # rows, entries, spec
@@ -112,6 +113,8 @@ class WarmUp:
         slots, runner = self._step.slots, self._step.runner
         lines = torch.zeros((4, size), dtype=torch.int64, device=slots.device)
         torch.arange(size, out=lines[1])
+        # Tokens that differ: rows of one token would select the same few experts.
+        torch.remainder(lines[1] * TOKEN_STRIDE, runner.model.config.vocab_size, out=lines[0])
         rows = Rows(lines[0], lines[1], lines[2], lines[3], torch.zeros_like(slots.columns.page_table))
         runner.logits(runner.forward(rows))
 

@@ -105,6 +105,12 @@ class OutputTable:
         if len(self._finished) >= limit or not self._steps:  # without steps all their tokens are appended
             self.flush_steps()
 
+    def num_tokens(self, output: BulkOutput) -> int:
+        """Return the tokens of an output so far."""
+        self.flush_steps()
+        unflushed = int(self._columns.fill[output.line]) if output.line >= 0 else 0
+        return len(output.output.token_ids) + unflushed
+
     @property
     def num_open(self) -> int:
         """Outputs that have a line."""

@@ -1,0 +1,1 @@
+"""Operations on a running engine: weight updates, sleep and wake-up."""

@@ -1,0 +1,163 @@
+"""KV events, decoded with the structs of vLLM's consumers, give the blocks that the engine holds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+import tiny
+from draftproof.engine.engine import Engine
+from draftproof.engine.kv_events.events import block_hash
+from draftproof.errors import ConfigError
+from draftproof.sampling_params import SamplingParams
+
+PAGE_TOKENS = 8
+HASH = bytes | int
+
+
+# types of vLLM's example consumer (examples/online_serving/kv_events_subscriber.py)
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+class BlockStored(KVCacheEvent):
+    block_hashes: list[HASH]
+    parent_block_hash: HASH | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+
+
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[HASH]
+    medium: str | None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
+class KVEventBatch(EventBatch):
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+class Consumer:
+    """Subscriber that rebuilds the blocks; it begins with a replay, as one that was started late."""
+
+    def __init__(self, endpoint: str, replay: str, topic: str) -> None:
+        self.blocks: dict[HASH, tuple[HASH | None, list[int]]] = {}
+        self.next, self.num_removed = 0, 0
+        self.decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self.context = zmq.Context()
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.connect(endpoint)
+        self.sub.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.replay = self.context.socket(zmq.DEALER)
+        self.replay.connect(replay)
+
+    def catch_up(self) -> None:
+        """Read what has been published, and request the batches that were missed."""
+        while self.sub.poll(0):
+            _, number, data = self.sub.recv_multipart()
+            if int.from_bytes(number, "big") != self.next:
+                break
+            self.apply(data)
+        self.replay.send_multipart((b"", self.next.to_bytes(8, "big")))
+        while self.replay.poll(30_000):
+            _, number, data = self.replay.recv_multipart()
+            if int.from_bytes(number, "big", signed=True) == -1:
+                assert data == b""
+                return
+            assert int.from_bytes(number, "big") == self.next
+            self.apply(data)
+        raise AssertionError("the replay did not end")
+
+    def apply(self, data: bytes) -> None:
+        batch = self.decoder.decode(data)
+        self.next += 1
+        assert batch.ts > 0 and batch.events
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                assert event.medium == "GPU" and event.block_size == PAGE_TOKENS
+                assert len(event.token_ids) == PAGE_TOKENS * len(event.block_hashes)
+                parent = event.parent_block_hash
+                assert parent is None or parent in self.blocks, "a block without its parent"
+                for i, one in enumerate(event.block_hashes):
+                    tokens = event.token_ids[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS]
+                    assert one not in self.blocks, "a block was stored twice"
+                    self.blocks[one], parent = (parent, tokens), one
+            elif isinstance(event, BlockRemoved):
+                self.num_removed += len(event.block_hashes)
+                for one in event.block_hashes:
+                    del self.blocks[one]
+            else:
+                self.blocks.clear()
+
+    def close(self) -> None:
+        for socket in (self.sub, self.replay):
+            socket.close(0)
+        self.context.term()
+
+
+def held(engine: Engine) -> set[int]:
+    """Return the hashes of the blocks that the engine can reuse."""
+    return {block_hash(digest) for digest in engine.loop.scheduler.pages._place}
+
+
+def test_events_replay_to_the_blocks_that_the_engine_holds(tmp_path: Any) -> None:
+    """Serve requests with shared prefixes on few pages; at several points the replayed sets are equal."""
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    config = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay, "topic": "kv"}
+    engine = tiny.engine("llama", speculative={"method": "ngram"}, kv_cache_tokens=256, max_num_seqs=3,
+                         page_size=PAGE_TOKENS, kv_events_config=config)  # fmt: skip
+    rng, consumer = random.Random(3), Consumer(endpoint, replay, "kv")
+    shared = [tiny.prompt(i, 20) for i in range(4)]
+    try:
+        for turn in range(5):
+            requests = []
+            for i in range(12):
+                ids = [*rng.choice(shared), *(rng.randrange(3, 90) for _ in range(rng.randrange(12)))]
+                salt = rng.choice([None, "a"])
+                params = SamplingParams(max_tokens=rng.randrange(1, 20), ignore_eos=True, cache_salt=salt)
+                requests.append(tiny.request(100 * turn + i, params, prompt_token_ids=ids))
+            tiny.run(engine, requests)
+            engine._publish_events()  # of requests that ended after the last step
+            consumer.catch_up()
+            assert consumer.blocks.keys() == held(engine)
+        assert consumer.num_removed > 20 and consumer.next > 20
+        engine.loop.scheduler.pages.clear()
+        engine._publish_events()
+        consumer.catch_up()
+        assert consumer.blocks == {} and held(engine) == set()
+    finally:
+        engine.close()
+        consumer.close()
+
+
+def test_lost_removal_is_seen_control(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without events for evicted blocks the sets differ."""
+    from draftproof.engine.kv_events import events
+
+    monkeypatch.setattr(events.EventLog, "removed", lambda self, digest: None)
+    with pytest.raises(AssertionError):
+        test_events_replay_to_the_blocks_that_the_engine_holds(tmp_path)
+
+
+def test_config_is_checked() -> None:
+    """Unknown keys and events without a prefix cache are refused."""
+    with pytest.raises(ConfigError, match="did you mean 'endpoint'"):
+        tiny.engine(kv_events_config={"endpont": "tcp://*:1"})
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        tiny.engine(kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)
+    assert tiny.engine(kv_events_config={"enable_kv_cache_events": False})._publisher is None
