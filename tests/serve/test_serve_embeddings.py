@@ -1,4 +1,4 @@
-"""/v1/embeddings and /v1/score: equal to LLM, through a socket and from an engine in another process."""
+"""/v1/embeddings, /v1/score and /v1/rerank: equal to LLM, also from an engine in another process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from draftproof import PoolingParams
+from draftproof.errors import ConfigError
+from draftproof.serve.http.app import create_app
 from draftproof.serve.ipc.remote_llm import RemoteLLM
+from draftproof.serve.settings import Settings
 from serving import NGRAM, Served, make_folder, serving, tiny
 from worker_thread import run_remote
 
@@ -101,13 +104,70 @@ def test_scores_equal_llm(served: Served, expected: Any) -> None:
         ("score", {"text_1": "", "text_2": "a"}, "text_1", "without tokens"),
         ("score", {"text_1": [5] * 200, "text_2": [5] * 200}, "text_2", "maximum is 255"),
         ("score", {"text_1": "a"}, "text_2", "missing"),
+        ("score", {"text_1": "a", "text_2": "b", "score_type": "cosine"}, "score_type", "--pooling-type"),
+        (
+            "score",
+            {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 3},
+            "truncate_prompt_tokens",
+            "for",
+        ),
+        ("rerank", {"query": "a", "documents": ["b"]}, None, "--classifier-from-token"),
+        ("rerank", {"query": "a", "documents": []}, "documents", "length"),
+        ("rerank", {"query": "a", "documents": [{"image": "x"}]}, "documents[0]", "str"),
     ],
 )
-def test_wrong_bodies_are_refused(served: Served, path: str, body: Any, param: str, text: str) -> None:
+def test_wrong_bodies_are_refused(served: Served, path: str, body: Any, param: Any, text: str) -> None:
     response = served.post(f"/v1/{path}", body)
     error = response.json()["error"]
     assert response.status_code == (404 if param == "model" else 400)
     assert error["param"] == param and text in error["message"]
+
+
+def test_scores_of_an_embedding_model_are_cosines_and_order_documents(folder: Path) -> None:
+    """Compare with numpy over the embeddings, in vLLM's form of the bodies."""
+    with serving(tiny(folder, NGRAM, pooling_type="mean")) as served:
+        rows = [
+            one.embedding for one in served.client.embeddings.create(model=served.model, input=TEXTS).data
+        ]
+        expected = (np.float64(rows) @ np.float64(rows[0])).tolist()
+        found = [served.post(path, {"text_1": TEXTS[0], "text_2": TEXTS}) for path in ("/score", "/v1/score")]
+        scores = [one["score"] for one in found[0].json()["data"]]
+        assert np.allclose(scores, expected, atol=1e-6) and len(set(scores)) == 4 and scores[0] > 0.999
+        assert found[1].json()["data"] == found[0].json()["data"]
+        assert found[0].json()["score_type"] == "cosine" and "is_greedy" not in found[0].json()["data"][0]
+        body = {"query": TEXTS[0], "documents": TEXTS, "top_n": 3}
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            results = served.post(path, body).json()["results"]
+            order = sorted(range(4), key=lambda i: -scores[i])[:3]
+            assert [one["index"] for one in results] == order
+            assert [one["relevance_score"] for one in results] == [scores[i] for i in order]
+            assert [one["document"]["text"] for one in results] == [TEXTS[i] for i in order]
+        likelihood = {"text_1": TEXTS[0], "text_2": TEXTS[1], "score_type": "log_likelihood"}
+        assert served.post("/v1/score", likelihood).json()["data"][0]["score"] < 0
+
+
+@pytest.mark.parametrize("speculative_config", [None, NGRAM])
+def test_scores_of_a_reranker_are_probabilities_of_its_tokens(folder: Path, speculative_config: Any) -> None:
+    """Compare with the logprobs of the first output token after the joined texts."""
+    settings = Settings(classifier_from_token=("a", "b"))
+    with serving(tiny(folder, speculative_config), settings) as served:
+        encode = served.llm.get_tokenizer().encode
+        ids = [encode(token, add_special_tokens=False)[0] for token in ("a", "b")]
+        expected = []
+        for text in TEXTS:
+            joined = {"prompt": TEXTS[0] + text, "max_tokens": 1, "logprob_token_ids": ids, "temperature": 0}
+            row = served.post("/v1/completions", joined).json()["choices"][0]["logprobs"]["top_logprobs"][0]
+            expected.append(1 / (1 + np.exp(row["a"] - row["b"])))
+        found = served.post("/score", {"text_1": TEXTS[0], "text_2": TEXTS}).json()
+        scores = [one["score"] for one in found["data"]]
+        assert np.allclose(scores, expected, rtol=1e-12) and len(set(scores)) == 4
+        assert found["score_type"] == "probability"
+        results = served.post("/rerank", {"query": TEXTS[0], "documents": TEXTS}).json()["results"]
+        assert [one["relevance_score"] for one in results] == sorted(scores, reverse=True)
+    with pytest.raises(ConfigError, match="one is needed"):
+        create_app(served.llm, Settings(classifier_from_token=("a", "one two three")))
+    with pytest.raises(ConfigError, match="two tokens"):
+        Settings(classifier_from_token=("a",))
 
 
 def test_long_inputs_are_truncated_on_request(served: Served) -> None:

@@ -230,6 +230,46 @@ def test_stored_response_is_returned_and_deleted_for_its_key_only(served: Served
             served.client.responses.retrieve(id)
 
 
+def test_input_items_are_listed_by_the_client_in_pages(served: Served) -> None:
+    """List calls, results and earlier turns; items sent back as input give the same prompt."""
+    first = create(served, tools=[TOOL], tool_choice="required", seed=3, max_output_tokens=160)
+    calls = [item for item in first.output if item.type == "function_call"]
+    results: Any = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "sun"} for call in calls
+    ]
+    second = create(served, results, previous_response_id=first.id, tools=[TOOL], seed=4)
+    list_items = served.client.responses.input_items.list
+    items = list(list_items(second.id, order="asc", limit=1))  # the client requests page after page
+    kinds = [item.type for item in items]
+    assert kinds == ["message", *["function_call"] * len(calls), *["function_call_output"] * len(calls)]
+    assert items[0].content[0].text == "one two" and items[-1].output == "sun"
+    assert len({item.id for item in items}) == len(items)
+    newest = list_items(second.id, limit=2)
+    assert [item.id for item in newest.data] == [item.id for item in items[:-3:-1]] and newest.has_more
+    again = create(served, [item.to_dict() for item in items], tools=[TOOL], seed=4)
+    assert (again.prompt_token_ids, again.token_ids) == (second.prompt_token_ids, second.token_ids)
+    for query in ({"limit": 0}, {"limit": "x"}, {"order": "up"}, {"after": "msg_1"}, {"other": 1}):
+        got = served.http.get(f"/v1/responses/{second.id}/input_items", params=query)
+        assert got.status_code == 400 and got.json()["error"]["param"] == next(iter(query))
+    with pytest.raises(openai.NotFoundError):
+        served.client.with_options(api_key="two").responses.input_items.list(second.id)
+
+
+def test_counted_input_tokens_equal_those_of_the_response(served: Served) -> None:
+    count = served.client.responses.input_tokens.count
+    made = create(served, "one two three", instructions="four", tools=[TOOL], seed=1)
+    options: Any = {"model": "tiny", "tools": [TOOL]}
+    counted = count(input="one two three", instructions="four", **options)
+    assert counted.input_tokens == made.usage.input_tokens and counted.object == "response.input_tokens"
+    longer = create(served, "five", previous_response_id=made.id, tools=[TOOL])
+    assert (
+        count(input="five", previous_response_id=made.id, **options).input_tokens == longer.usage.input_tokens
+    )
+    assert count(input="one", model="tiny").input_tokens < counted.input_tokens  # control: tools count
+    got = served.post("/v1/responses/input_tokens", {"input": [{"role": "user"}]})
+    assert got.status_code == 400 and got.json()["error"]["param"] == "input[0].content"
+
+
 def test_store_is_bounded_by_entries_and_bytes() -> None:
     message = [Message(role="user", content="x" * 100)]
     store = ResponseStore(Settings(max_stored_responses=2, max_stored_bytes=1000))

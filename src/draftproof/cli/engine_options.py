@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields
 from typing import Any
@@ -12,7 +13,8 @@ from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.speculative_config import read_speculation
 
 DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 7}'
-FLAG_TYPES = {"int": int, "float": float, "str": str}
+FLAG_TYPES = {"int": int, "float": float, "str": str, "dict[str, Any]": json.loads}
+METAVARS = {"int": "N", "float": "X", "dict[str, Any]": "JSON"}
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +58,7 @@ def _add_flag(group: Any, declared: Field[Any], default: Any) -> None:
         type=FLAG_TYPES[kind],
         choices=choices,
         default=default,
-        metavar=None if choices else {"int": "N", "float": "X"}.get(kind, "NAME"),
+        metavar=None if choices else METAVARS.get(kind, "NAME"),
         help=text,
     )
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from draftproof.errors import DraftproofError
 
 if TYPE_CHECKING:
+    from draftproof.models.config import ModelConfig
     from draftproof.models.stored_tensors import TensorKind
 
 
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         ("stored as", config.dtype),
         ("layers", config.num_layers),
         ("hidden", config.hidden_size),
-        ("heads", f"{config.num_heads} query, {config.num_kv_heads} key/value, of {config.head_dim}"),
+        ("heads", _heads(config)),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("positions", f"{config.max_position:,}"),
         ("rope", f"theta {config.rope_theta:g}, scaling {config.rope_scaling.kind}"),
@@ -60,6 +61,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if kinds:
         print_tensors(kinds, console)
     return 0
+
+
+def _heads(config: ModelConfig) -> str:
+    """Describe the heads of attention."""
+    if config.latent is not None:
+        return f"{config.num_heads} query, a latent row of {config.latent.kv_rank + config.head_dim} for all"
+    return f"{config.num_heads} query, {config.num_kv_heads} key/value, of {config.head_dim}"
 
 
 def print_tensors(kinds: list[TensorKind], console: Console) -> None:

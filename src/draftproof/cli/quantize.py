@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from draftproof.models.load import Checkpoint
 
 FORMATS = ("int8", "fp8", "int4")
-_WEIGHT_FILES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".index.json")
-_MAX_OTHER_BYTES = 100 << 20  # of a tokenizer, template or licence that is copied
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +73,16 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, group_size: int | No
     from draftproof.models.expected_tensors import split_draft_tensors
     from draftproof.models.quantized import write
     from draftproof.models.weights.low_bit import INT4_GROUPS
+    from draftproof.text.tokenizer_files import write_tokenizer
 
     source = checkpoint.source
     assert source is not None, "a name was loaded"
     if source.is_dir() and checkpoint.format == "safetensors":
         raw, tensors = _stored_folder(source)
-        _copy_other_files(source, folder)
+        write.copy_other_files(source, folder)
     else:
         raw, tensors = write.config_to_hf(checkpoint.config), checkpoint.tensors
-        _write_tokenizer(source, folder)
+        write_tokenizer(source, folder)
     kept = [n for n in split_draft_tensors(tensors, raw)[1] if write.is_quantizable(n)]  # MTP layers
     form = write.OUTPUT_FORMATS[name]
     depths = {t.shape[1] for n, t in tensors.items() if write.is_quantizable(n) and n not in kept}
@@ -109,31 +107,6 @@ def _stored_folder(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for path in checkpoint_files(source):
         tensors |= read_safetensors(path)
     return read_json(source / "config.json"), tensors
-
-
-def _copy_other_files(source: Path, folder: Path) -> None:
-    """Copy tokenizer, template and licence files: everything small at the top but weights."""
-    for path in sorted(source.iterdir()):
-        is_weight = path.name.endswith(_WEIGHT_FILES) or path.name == "config.json"
-        is_small = path.is_file() and path.stat().st_size <= _MAX_OTHER_BYTES
-        if is_small and not is_weight and not path.name.startswith("."):
-            shutil.copyfile(path, folder / path.name)
-
-
-def _write_tokenizer(source: Path, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file as tokenizer.json with its settings."""
-    from draftproof.text.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(source)
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
-    if tokenizer.chat_template is not None:
-        settings["chat_template"] = tokenizer.chat_template.source
-    _write_json(folder / "tokenizer_config.json", settings)
-    ids = list(tokenizer.eos_token_ids)
-    _write_json(
-        folder / "generation_config.json", {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ids}
-    )
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from draftproof import __version__
 from draftproof.cli.engine_options import add_engine_options, add_model, offered_options, read_engine_options
 from draftproof.errors import ConfigError, nearest
 from draftproof.sampling_params import SamplingParams
-from draftproof.serve.settings import KEY_VARIABLE, Settings, default_hosts, read_keys
+from draftproof.serve.settings import KEY_VARIABLE, Settings, default_hosts, read_admin_keys, read_keys
 
 if TYPE_CHECKING:
     import socket
@@ -73,13 +73,21 @@ def _add_server_options(group: Any) -> None:
     add("--share-prefix-cache", action="store_true", help=text)
     text = "encode special tokens that messages contain, such as <|im_end|>, as tokens and not as text"
     add("--allow-control-tokens", action="store_true", help=text)
-    add("--vllm-metrics", action="store_true", help="export the speculation counters under vllm: as well")
+    add(
+        "--vllm-metrics",
+        action="store_true",
+        help="export speculation counters, queue and KV usage under vllm: as well",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     add("--log-file", metavar="FILE", help="file for JSON log lines (default: standard error)")
     text = "responses of one API key kept for previous_response_id; 0: none (default: 1000, or 0 with N > 1)"
     add("--max-stored-responses", type=int, metavar="N", help=text)
     text = "format of tool calls, such as hermes (default: that of the chat template)"
     add("--tool-call-parser", metavar="NAME", help=text)
+    text = (
+        """two tokens of a reranker, as ["no", "yes"]: /v1/score and /v1/rerank compare their probabilities"""
+    )
+    add("--classifier-from-token", action="append", metavar="TOKEN", help=text)
     text = "names for the chat template, as JSON; those of a request take precedence"
     add("--default-chat-template-kwargs", type=json.loads, default={}, metavar="JSON", help=text)
     add("--log-prompts", action="store_true", help="include prompts in the log")
@@ -114,22 +122,24 @@ def with_config_file(parser: argparse.ArgumentParser, arguments: Sequence[str]) 
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config")
     path = early.parse_known_args(arguments)[0].config
-    return list(arguments) if path is None else [*_from_file(parser, Path(path)), *arguments]
+    if path is None:
+        return list(arguments)
+    return [*to_arguments(parser, _read(Path(path)), path), *arguments]
 
 
-def _from_file(parser: argparse.ArgumentParser, path: Path) -> Iterator[str]:
-    """Yield the options of a file as command-line arguments."""
+def to_arguments(parser: argparse.ArgumentParser, options: Mapping[str, Any], source: str) -> Iterator[str]:
+    """Yield options by name, such as those of a file, as command-line arguments; `source` is for errors."""
     known = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
-    for key, value in _read(path).items():
+    for key, value in options.items():
         name = key.replace("-", "_")
         if name not in known:
-            raise ConfigError(f"{path}: unknown option {key!r}: {nearest(name, known)}")
+            raise ConfigError(f"{source}: unknown option {key!r}: {nearest(name, known)}")
         flag = "--" + name.replace("_", "-")
         if name == "model":
             parser.set_defaults(model=str(value))
         elif known[name].nargs == 0:
             if not isinstance(value, bool):
-                raise ConfigError(f"{path}: {key} must be true or false, got {value!r}")
+                raise ConfigError(f"{source}: {key} must be true or false, got {value!r}")
             if isinstance(known[name], argparse.BooleanOptionalAction):
                 yield flag if value else "--no-" + flag[2:]
             elif value:
@@ -160,8 +170,9 @@ def read_settings(options: argparse.Namespace) -> Settings:
         "served_model_names": tuple(options.served_model_name or ()),
         "allowed_hosts": _list(options.allowed_hosts) or default_hosts(options.host),
         "allowed_origins": _list(options.allowed_origins),
+        "classifier_from_token": _list(options.classifier_from_token),
     }
-    same = {f.name for f in fields(Settings)} - {"api_keys", *lists}
+    same = {f.name for f in fields(Settings)} - {"api_keys", "admin_keys", *lists}
     given = {name: getattr(options, name) for name in same}
     if options.server_processes > 1:  # each process would have a store of its own
         if options.max_stored_responses:
@@ -169,7 +180,8 @@ def read_settings(options: argparse.Namespace) -> Settings:
         given["max_stored_responses"] = 0
     elif options.max_stored_responses is None:
         del given["max_stored_responses"]
-    return Settings(api_keys=read_keys(options.api_key_file), **lists, **given)
+    keys: dict[str, Any] = {"api_keys": read_keys(options.api_key_file), "admin_keys": read_admin_keys()}
+    return Settings(**keys, **lists, **given)
 
 
 def _list(values: Sequence[str] | None) -> tuple[str, ...]:

@@ -98,6 +98,7 @@ class HttpProcessGroup:
         given = {f.name: getattr(self._settings, f.name) for f in fields(Settings)}
         keys = self._settings.api_keys
         given["api_keys"] = (keys.digests, keys.max_priorities)
+        given["admin_keys"] = (self._settings.admin_keys.digests,)
         job = {
             "address": self._address,
             "folder": str(self._folder),
@@ -142,7 +143,8 @@ def child() -> None:
     job = json.loads(line)
     configure_logging(*job["log"])
     given = job["settings"]
-    given["api_keys"] = ApiKeys((), *given["api_keys"])
+    for name in ("api_keys", "admin_keys"):
+        given[name] = ApiKeys((), *given[name])
     for name in ("served_model_names", "allowed_hosts", "allowed_origins"):
         given[name] = tuple(given[name])
     listener = socket.socket(fileno=job["listener"])

@@ -16,6 +16,8 @@ from draftproof.errors import ConfigError
 from draftproof.text.tool_calls.formats import find_format
 
 KEY_VARIABLE = "DRAFTPROOF_API_KEY"  # one key, or several separated by commas
+ADMIN_KEY_VARIABLE = "DRAFTPROOF_ADMIN_KEY"  # for the operator's routes; one key, or several
+ADMIN_PATHS = ("/update_weights_from_disk", "/sleep", "/wake_up", "/is_sleeping")  # the operator's
 ANY_HOST = "*"
 MAX_PRIORITY_OPTION = "max-priority"  # of a line with a key
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -27,6 +29,7 @@ class Settings:
 
     served_model_names: tuple[str, ...] = ()  # default: the model's name
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
+    admin_keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))  # of the operator's routes
     allowed_hosts: tuple[str, ...] = (
         ANY_HOST,
     )  # names in the header `Host`; "*.example.com": its subdomains
@@ -47,13 +50,14 @@ class Settings:
     body_seconds: float = 30.0  # for the body to arrive
     stall_seconds: float = 60.0  # that a client may leave a full socket unread
     drain_seconds: float = 30.0
-    vllm_metrics: bool = False  # also report the speculation counters under vLLM's names
+    vllm_metrics: bool = False  # also report speculation, queue and KV usage under vLLM's names
     log_prompts: bool = False
     share_prefix_cache: bool = False  # between API keys
     max_priority: int = 0  # requests may have a priority from -max_priority to max_priority
     max_stored_responses: int = 1000  # of one API key, for previous_response_id; 0: none are stored
     max_stored_bytes: int = 32 << 20  # of the stored responses of one API key
     tool_call_parser: str | None = None  # format of tool calls; None: that of the chat template
+    classifier_from_token: tuple[str, ...] = ()  # tokens for "no" and "yes" of a reranker
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # of requests without them
 
     def __post_init__(self) -> None:
@@ -73,6 +77,8 @@ class Settings:
             raise ConfigError(f"max_priority must lie in 0..2**31 - 1, got {self.max_priority!r}")
         if self.tool_call_parser is not None:
             find_format(self.tool_call_parser)
+        if len(self.classifier_from_token) not in (0, 2):
+            raise ConfigError("classifier_from_token must be two tokens, such as no and yes")
         if not isinstance(self.default_chat_template_kwargs, dict):
             raise ConfigError("default_chat_template_kwargs must be a JSON object")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
@@ -162,14 +168,21 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(b"draftproof" + key.encode("utf-8", "surrogateescape")).digest()
 
 
+def read_admin_keys() -> ApiKeys:
+    """Read the keys of the operator's routes from the environment."""
+    return ApiKeys(_keys_of(ADMIN_KEY_VARIABLE))
+
+
+def _keys_of(variable: str) -> list[str]:
+    return [key for each in os.environ.get(variable, "").split(",") if (key := each.strip())]
+
+
 def read_keys(path: str | None) -> ApiKeys:
     """Read keys from a file, one a line, and the environment; a command line is visible to other users.
 
     A key in the file may be followed by `max-priority=N`.
     """
-    limits: dict[str, int | None] = dict.fromkeys(
-        key for each in os.environ.get(KEY_VARIABLE, "").split(",") if (key := each.strip())
-    )
+    limits: dict[str, int | None] = dict.fromkeys(_keys_of(KEY_VARIABLE))
     if path is not None:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -91,7 +91,11 @@ class InfoRoutes:
 
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Report the version and the engine's description."""
-        await send_json(send, schema.Version(version=__version__, engine=self._llm.describe()))
+        await send_json(send, self._version())
+
+    def _version(self) -> schema.Version:
+        engine, weights = self._llm.describe(), self._llm.weights_version
+        return schema.Version(version=__version__, engine=engine, weights_version=weights)
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the metrics for Prometheus."""

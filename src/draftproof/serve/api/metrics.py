@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily as Gauges
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from draftproof.metrics import BOUNDS, Histogram, SpecStats
+from draftproof.metrics import BOUNDS, EngineStats, Histogram, SpecStats
 from draftproof.sampling_params import SamplingParams
 
 # attribute of ServerMetrics: (name, help text)
@@ -55,7 +55,12 @@ ENGINE = {
     "num_preemptions": (Counters, "num_preemptions", "Preemptions because no page was free."),
     "num_queried_tokens": (Counters, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "num_cached_tokens": (Counters, "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "weights_version": (Gauges, "weights_version", "Version of the weights; 0 as loaded."),
+    "sleep_level": (Gauges, "sleep_level", "Level of the engine's sleep; 0: awake."),
 }
+KV_USAGE = "Share of the KV cache in use, 0 to 1."
+# gauges that the Gateway API inference extension and llm-d read: name after "vllm:", attribute of EngineStats
+GATEWAY = {"num_requests_waiting": "num_waiting", "num_requests_running": "num_running"}
 
 
 class MetricTotals(msgspec.Struct):
@@ -200,6 +205,10 @@ class ServerMetrics:
         stats = self._llm.engine_stats()
         for attribute, (kind, name, text) in ENGINE.items():
             yield self._one(kind, f"draftproof:{name}", text, getattr(stats, attribute))
+        used = stats.num_used_pages / stats.num_pages if stats.num_pages else 0.0
+        yield self._one(Gauges, "draftproof:kv_cache_usage_perc", KV_USAGE, used)
+        if self._vllm_names:
+            yield from self._gateway(stats, used)
         worker, steps = self._llm.worker_status(), self._llm.step_totals()
         if worker is not None and steps is not None:  # the engine has a process of its own
             up = int(worker.state == "ready")
@@ -210,6 +219,17 @@ class ServerMetrics:
                 (Counters, "engine_step_seconds", "Seconds spent in steps of the engine.", steps.seconds),
             ):
                 yield self._one(kind, f"draftproof:{name}", text, value)
+
+    def _gateway(self, stats: EngineStats, used: float) -> Iterator[Metric]:
+        """Yield what routers read: queue, running requests, share of used KV, size of the KV cache."""
+        for name, attribute in GATEWAY.items():
+            yield self._one(Gauges, f"vllm:{name}", ENGINE[attribute][2], getattr(stats, attribute))
+        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second before vLLM 0.10
+            yield self._one(Gauges, f"vllm:{name}", KV_USAGE, used)
+        size = {"block_size": self._llm.config.page_size, "num_gpu_blocks": stats.num_pages}
+        family = Gauges("vllm:cache_config_info", "Size of the KV cache.", labels=["model_name", *size])
+        family.add_metric([self.model, *map(str, size.values())], 1)
+        yield family
 
     def _one(self, kind: type[Counters] | type[Gauges], name: str, text: str, value: float) -> Metric:
         family = kind(name, text, labels=["model_name"])

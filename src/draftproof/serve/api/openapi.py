@@ -32,11 +32,19 @@ from draftproof.serve.api.messages.response_schema import MessageResponse, Token
 from draftproof.serve.api.pooling.schema import (
     EmbeddingRequest,
     EmbeddingResponse,
+    RerankRequest,
+    RerankResponse,
     ScoreRequest,
     ScoreResponse,
 )
+from draftproof.serve.api.responses.item_list import MAX_LIMIT
 from draftproof.serve.api.responses.request_schema import ResponseRequest
-from draftproof.serve.api.responses.response_schema import DeletedResponse, ResponseObject
+from draftproof.serve.api.responses.response_schema import (
+    DeletedResponse,
+    InputTokenCount,
+    ItemList,
+    ResponseObject,
+)
 from draftproof.serve.http.errors import MESSAGES_PATH, ErrorResponse, MessageErrorResponse
 
 _ERRORS = {
@@ -56,8 +64,10 @@ POSTS: dict[str, tuple[str, type[Any], type[Any]]] = {
     "/v1/completions": ("Continue prompts.", CompletionRequest, CompletionResponse),
     "/v1/chat/completions": ("Continue a conversation.", ChatCompletionRequest, ChatCompletionResponse),
     "/v1/embeddings": ("Embeddings of texts.", EmbeddingRequest, EmbeddingResponse),
-    "/v1/score": ("Log-likelihoods of continuations.", ScoreRequest, ScoreResponse),
+    "/v1/score": ("Scores of pairs of texts.", ScoreRequest, ScoreResponse),
+    "/v1/rerank": ("Order documents by their relevance to a query.", RerankRequest, RerankResponse),
     "/v1/responses": ("Create a response.", ResponseRequest, ResponseObject),
+    "/v1/responses/input_tokens": ("Count the input tokens.", ResponseRequest, InputTokenCount),
     "/v1/messages": ("Create a message.", MessagesRequest, MessageResponse),
     "/v1/messages/count_tokens": ("Count the tokens of a message.", CountTokensRequest, TokenCount),
     "/tokenize": ("Tokenize a prompt or a conversation.", TokenizeRequest, TokenizeResponse),
@@ -69,6 +79,7 @@ GETS: dict[str, tuple[str, type[Any] | None]] = {
     "/version": ("Version and engine.", Version),
     "/v1/models/{model}": ("Describe a model.", ModelCard),
     "/v1/responses/{id}": ("Return a stored response.", ResponseObject),
+    "/v1/responses/{id}/input_items": ("List the input of a stored response.", ItemList),
     "/tokenizer_info": ("Describe the tokenizer.", TokenizerInfo),
     "/health": ("State of the engine.", Health),
     "/metrics": ("Metrics for Prometheus.", None),
@@ -80,6 +91,7 @@ PROMPT_OPTIONS = (
     ("ScoreRequest", "text_1"),
     ("ScoreRequest", "text_2"),
 )
+COUNTS = (TokenCount, InputTokenCount)  # responses that are never streamed
 CONVERSATION_FIELDS = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 CONVERSATION_FIELDS |= {"tools"}
 
@@ -88,7 +100,7 @@ def document(
     models: Sequence[str], limits: Limits, allows_empty_prompt: bool, needs_key: bool
 ) -> dict[str, Any]:
     """Build the document. `allows_empty_prompt`: the tokenizer adds tokens to an empty text."""
-    kinds: list[Any] = [ErrorResponse, MessageErrorResponse, Health, DeletedResponse]
+    kinds: list[Any] = [ErrorResponse, MessageErrorResponse, Health, DeletedResponse, ItemList]
     kinds += [each for _, body, response in POSTS.values() for each in (body, response)]
     kinds += [ModelList, TokenizerInfo, Version]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -104,11 +116,19 @@ def document(
     ]
     stored = paths["/v1/responses/{id}"]
     stored["delete"] = _operation("Delete a stored response.", DeletedResponse)
-    for operation in stored.values():
+    listed = paths["/v1/responses/{id}/input_items"]["get"]
+    for operation in (*stored.values(), listed):
         operation["parameters"] = [
             {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
         ]
         operation["responses"]["400"] = _content("No responses are stored.", "ErrorResponse")
+    limit = {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT}
+    for name, what in {
+        "after": {"type": "string"},
+        "limit": limit,
+        "order": {"enum": ["asc", "desc"]},
+    }.items():
+        listed["parameters"].append({"name": name, "in": "query", "schema": what})
     paths["/health"]["get"]["responses"]["503"] = _content("Requests are not served.", "Health")
     result: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -121,6 +141,7 @@ def document(
         for path in (
             *POSTS,
             "/v1/responses/{id}",
+            "/v1/responses/{id}/input_items",
             "/v1/models",
             "/v1/models/{model}",
             "/tokenizer_info",
@@ -188,7 +209,7 @@ def _operation(
     done = _content("Success.", "" if response is None else response.__name__)
     if response is None:
         done["content"] = {"text/plain": {"schema": {"type": "string"}}}
-    if body is not None and issubclass(body, SamplingRequest) and response is not TokenCount:
+    if body is not None and issubclass(body, SamplingRequest) and response not in COUNTS:
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
         done["content"]["text/event-stream"] = {"schema": event}
     codes = _ERRORS if body is not None else {c: t for c, t in _ERRORS.items() if c in ("401", "404", "500")}

@@ -14,19 +14,23 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
+from draftproof.serve.api.admin_routes import AdminRoutes
 from draftproof.serve.api.generation.handler import CompletionHandler
 from draftproof.serve.api.generation.route import ChatRoute, CompletionRoute
 from draftproof.serve.api.info_routes import Endpoint, InfoRoutes
 from draftproof.serve.api.messages.routes import MessagesRoute, TokenCounter
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.api.pooling.handler import PoolingRoutes
-from draftproof.serve.api.responses.routes import ResponsesRoute, StoredResponses
+from draftproof.serve.api.pooling.scores import ScoreRoutes
+from draftproof.serve.api.responses.routes import InputTokenCounter, ResponsesRoute, StoredResponses
 from draftproof.serve.api.responses.store import ResponseStore
 from draftproof.serve.http.errors import MESSAGES_PATH, ApiError, in_form_of
 from draftproof.serve.http.middleware import RequestMiddleware
 from draftproof.serve.http.request_guard import OpenRequestCounts, RequestGuard
 from draftproof.serve.settings import Settings
 
+SCORE_PATHS = ("/v1/score", "/score")  # vLLM's
+RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")  # vLLM's, Jina's and Cohere's
 PAGE_FOLDER = Path(__file__).parent / "page"
 
 
@@ -51,10 +55,17 @@ def create_app(
     routes["/v1/chat/completions"] = "POST", partial(completions, route=ChatRoute())
     pooling = PoolingRoutes(llm, settings, guard, metrics, completions)
     routes["/v1/embeddings"] = "POST", pooling.embeddings
-    routes["/v1/score"] = "POST", pooling.score
+    scores = ScoreRoutes(pooling)
+    routes |= dict.fromkeys(SCORE_PATHS, ("POST", scores.score))
+    routes |= dict.fromkeys(RERANK_PATHS, ("POST", scores.rerank))
+    routes |= AdminRoutes(llm, settings).routes()
     store = ResponseStore(settings)
-    routes["/v1/responses"] = "POST", partial(completions, route=ResponsesRoute(store))
-    routes["/v1/responses/{id}"] = "GET DELETE", StoredResponses(store)
+    responses, stored = ResponsesRoute(store), StoredResponses(store)
+    routes["/v1/responses"] = "POST", partial(completions, route=responses)
+    counter = InputTokenCounter(settings, guard, completions, responses)
+    routes["/v1/responses/input_tokens"] = "POST", counter
+    routes["/v1/responses/{id}"] = "GET DELETE", stored
+    routes["/v1/responses/{id}/input_items"] = "GET", stored.input_items
     routes[MESSAGES_PATH] = "POST", partial(completions, route=MessagesRoute(completions.prompts))
     routes[f"{MESSAGES_PATH}/count_tokens"] = "POST", TokenCounter(settings, guard, completions)
     app = FastAPI(title="Draftproof", openapi_url=None, docs_url=None, redoc_url=None)

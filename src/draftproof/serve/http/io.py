@@ -156,11 +156,16 @@ async def read_body(scope: Scope, receive: Receive, settings: Settings) -> bytes
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length[:20]) > limit:
         raise _too_large(limit)
+    return await read_whole(receive, limit, settings.body_seconds)
+
+
+async def read_whole(receive: Receive, limit: int, seconds: float) -> bytes:
+    """Read a body; ApiError if it has more than `limit` bytes, or takes longer than `seconds`."""
     try:
-        async with asyncio.timeout(settings.body_seconds):
+        async with asyncio.timeout(seconds):
             return await _read(receive, limit)
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
 
 
 async def _read(receive: Receive, limit: int) -> bytes:

@@ -15,7 +15,7 @@ from draftproof.serve.http.errors import UNREAD_BODY_STATUSES, ApiError, in_form
 from draftproof.serve.http.io import IncomingBody, send_error
 from draftproof.serve.http.request_log import LOGGER, RequestRecord
 from draftproof.serve.http.security import HEADERS, PAGE_HEADERS, check_host
-from draftproof.serve.settings import Settings
+from draftproof.serve.settings import ADMIN_PATHS, Settings
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # paths without a key: health, version, API description, and the page, which has a field for the key
@@ -78,7 +78,8 @@ class RequestMiddleware:
 
     def _check_key(self, path: str, headers: dict[bytes, bytes], record: RequestRecord) -> None:
         keys = self._settings.api_keys
-        if not keys or path in PUBLIC_PATHS or path.startswith(PUBLIC_FOLDER):
+        is_free = path in (*PUBLIC_PATHS, *ADMIN_PATHS) or path.startswith(PUBLIC_FOLDER)
+        if not keys or is_free:  # the operator's routes check a key of their own
             return
         scheme, _, sent = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if not scheme:  # clients of the Messages API

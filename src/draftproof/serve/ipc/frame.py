@@ -25,7 +25,7 @@ from draftproof.outputs import FinishReason
 from draftproof.types import LogprobKind
 
 MAGIC = b"DPRF"
-VERSION = 3
+VERSION = 4
 Columns = Mapping[str, NDArray[Any]]
 
 
@@ -67,7 +67,7 @@ class Header(NamedTuple):
     num_steps: int  # steps of the engine so far
     step_seconds: float  # duration of this step; 0: the frame carries no step
     busy_seconds: float  # duration of all steps
-    num_running: int  # from here to num_cached_pages: STATS_FIELDS
+    num_running: int  # from here to sleep_level: STATS_FIELDS
     num_waiting: int
     num_preemptions: int
     num_queried_tokens: int
@@ -75,6 +75,8 @@ class Header(NamedTuple):
     num_pages: int
     num_used_pages: int
     num_cached_pages: int
+    weights_version: int
+    sleep_level: int
     requests: int = 0  # from here on: number of entries, named in COLUMNS
     tokens: int = 0
     draft_sources: int = 0  # drafts; 0: all are of the first source
@@ -93,9 +95,9 @@ class Header(NamedTuple):
     text_bytes: int = 0
 
 
-STATS_FIELDS = slice(5, 13)  # fields of the header that are fields of metrics.EngineStats
+STATS_FIELDS = slice(5, 15)  # fields of the header that are fields of metrics.EngineStats
 # magic, checksum of all that follows, version, kind, then the header with the size after its first field
-HEADER_STRUCT = struct.Struct("<4sIHHIQQQdd8Q16I")
+HEADER_STRUCT = struct.Struct("<4sIHHIQQQdd10Q16I")
 CHECKSUM_START_BYTE = 8  # offset of the first byte that the checksum covers
 FRAME_KIND = 1  # the only kind so far
 

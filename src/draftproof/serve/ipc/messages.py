@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from draftproof.engine.live.operations import OperationName, PauseMode
 from draftproof.engine.validation import Limits
 from draftproof.errors import RequestError
 from draftproof.frontend.pooler import Pooler
@@ -23,7 +24,7 @@ from draftproof.types import PoolingType, Request
 from draftproof.verify.guarantee import StrategyGuarantees
 
 # first bytes of a message of the worker; a frame begins with frame.MAGIC
-ENGINE_INFO, GOODBYE, TIMINGS = b"DPRW", b"DPRB", b"DPRT"
+ENGINE_INFO, GOODBYE, TIMINGS, OPERATION_RESULT = b"DPRW", b"DPRB", b"DPRT", b"DPRO"
 # options of SamplingParams that the HTTP process converts to token ids, or handles itself
 TEXT_OPTIONS = ("stop", "bad_words", "prediction", "logits_processors")
 Handle = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -46,6 +47,24 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
     """Requests to abort."""
 
     handles: list[Handle]
+
+
+class RunOperation(msgspec.Struct, tag="operate", array_like=True, frozen=True):
+    """Operation on the engine: a weight update from files, sleep, or wake-up."""
+
+    number: int  # chosen by the HTTP process, for the result
+    name: OperationName
+    arguments: dict[str, Any]
+    mode: PauseMode
+
+
+class OperationResult(msgspec.Struct, frozen=True):
+    """Result of an operation; with `error` the text of the exception and the name of its class."""
+
+    number: int
+    value: int | None = None
+    error: str | None = None
+    error_type: str = ""
 
 
 class RequestBody(msgspec.Struct, array_like=True, frozen=True):
@@ -83,10 +102,11 @@ class Goodbye(msgspec.Struct, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_message = msgspec.msgpack.Decoder(Hello | AddRequests | AbortRequests).decode
+decode_message = msgspec.msgpack.Decoder(Hello | AddRequests | AbortRequests | RunOperation).decode
 decode_body = msgspec.msgpack.Decoder(RequestBody).decode
 decode_engine_info = msgspec.msgpack.Decoder(EngineInfo).decode
 decode_goodbye = msgspec.msgpack.Decoder(Goodbye).decode
+decode_operation_result = msgspec.msgpack.Decoder(OperationResult).decode
 decode_timings = msgspec.msgpack.Decoder(Timings).decode
 
 

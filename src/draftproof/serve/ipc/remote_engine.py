@@ -9,16 +9,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from draftproof.engine.live.operations import OperationName, PauseMode, Reply
 from draftproof.engine.step.step_results import StepResults
 from draftproof.engine.validation import Limits, check_request
 from draftproof.errors import (
+    ConfigError,
+    DraftproofError,
     EngineClosedError,
     EngineDeadError,
     EngineDownError,
+    LoadError,
     QueueFullError,
     RequestError,
 )
@@ -36,17 +41,23 @@ from draftproof.serve.ipc.frame import VERSION, Bounds, FrameError, RequestStatu
 from draftproof.serve.ipc.messages import (
     ENGINE_INFO,
     GOODBYE,
+    OPERATION_RESULT,
     TIMINGS,
     EngineInfo,
+    OperationResult,
+    RunOperation,
     decode_engine_info,
     decode_goodbye,
+    decode_operation_result,
     decode_timings,
+    encode,
 )
 from draftproof.serve.ipc.remote_requests import RemoteRequests
 from draftproof.serve.ipc.status import read_status, status_folder
 from draftproof.types import Request
 
 CONNECT_SECONDS = 60.0
+OPERATION_ERRORS = {kind.__name__: kind for kind in (ConfigError, LoadError, EngineDownError)}
 NO_RESULTS = StepResults([], np.zeros((0, 0), np.int64), {})
 EMPTY_GROUP = ReceivedGroup.build([], {}, 1)
 ZERO_STATS = EngineStats(*[0] * 8)
@@ -56,6 +67,7 @@ class RemoteEngine:
     """Engine behind a connection. `on_step`: see `connect`."""
 
     step_blocks = True
+    has_operations = False  # the worker runs them
 
     def __init__(
         self, address: str, seconds: float = CONNECT_SECONDS, on_step: Callable[[float], object] | None = None
@@ -65,6 +77,8 @@ class RemoteEngine:
         self._folder = status_folder(address)
         self._stats, self._timings = ZERO_STATS, Timings()
         self._open = RemoteRequests()
+        self._operations: dict[int, Reply] = {}  # by number, not finished yet
+        self._num_operations = 0
         self._group, self._group_version = EMPTY_GROUP, 0
         self._sequence = 0
         self._is_connected = False
@@ -118,6 +132,16 @@ class RemoteEngine:
         """Return True while requests are open."""
         return bool(self._open.requests)
 
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights as of the last frame."""
+        return self._stats.weights_version
+
+    @property
+    def sleep_level(self) -> int:
+        """Level of the engine's sleep as of the last frame; 0: it is awake."""
+        return self._stats.sleep_level
+
     def stats(self) -> EngineStats:
         """Return the statistics of the last frame, over all HTTP processes."""
         return self._stats
@@ -138,6 +162,8 @@ class RemoteEngine:
         """Validate a request as the engine does, except for what only the worker can check."""
         if not self._is_connected:
             raise self.down_error()
+        if self.sleep_level:
+            raise EngineDownError("the engine sleeps: wake it up, or try again later")
         if request.id in self._open:
             raise RequestError(f"a request with id {request.id!r} is already running", "request_id")
         self.info.strategies.name_for(request.params)
@@ -160,6 +186,21 @@ class RemoteEngine:
     def abort(self, request_id: str) -> bool:
         """Abort a request; return False if it is not open."""
         return self._open.abort(request_id, self._send)
+
+    def operate(self, name: OperationName, arguments: dict[str, Any], mode: PauseMode, reply: Reply) -> None:
+        """Send an operation to the worker; `reply` is called with its result or an exception."""
+        if not self._is_connected:
+            reply(self.down_error())
+            return
+        self._num_operations += 1
+        self._operations[self._num_operations] = reply
+        self._send(encode(RunOperation(self._num_operations, name, arguments, mode)))
+
+    def _on_operation_result(self, result: OperationResult) -> None:
+        reply = self._operations.pop(result.number, None)
+        if reply is not None:
+            kind = OPERATION_ERRORS.get(result.error_type, DraftproofError)
+            reply(result.value if result.error is None else kind(result.error))
 
     def _send(self, *parts: bytes) -> None:
         """Send a message; dropped without a worker, because open requests fail then anyway."""
@@ -203,6 +244,9 @@ class RemoteEngine:
             self._timings = decode_timings(data[len(TIMINGS) :])
             self._stats = replace(self._stats, timings=self._timings)
             return NO_RESULTS
+        if data.startswith(OPERATION_RESULT):
+            self._on_operation_result(decode_operation_result(data[len(OPERATION_RESULT) :]))
+            return NO_RESULTS
         if data.startswith(GOODBYE):
             reason = decode_goodbye(data[len(GOODBYE) :]).reason
             self._connection.reconnect()
@@ -217,6 +261,8 @@ class RemoteEngine:
         """Drop all open requests. EngineDownError if a worker was connected."""
         was_connected, self._is_connected = self._is_connected, False
         self._open.clear()
+        for operation in list(self._operations):
+            self._operations.pop(operation)(EngineDownError(f"{reason}; the operation may have run or not"))
         self._group = EMPTY_GROUP
         self._stats, self.totals, self._timings = ZERO_STATS, StepTotals(), Timings()
         if was_connected:

@@ -10,13 +10,15 @@ started.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from draftproof.async_llm import STOP_SECONDS, AsyncLLM
 from draftproof.config import EngineConfig
-from draftproof.errors import EngineDeadError
+from draftproof.engine.live.operations import OperationName, check_mode
+from draftproof.errors import ConfigError, EngineDeadError
 from draftproof.frontend.engine_thread import EngineThread
 from draftproof.frontend.input_processor import InputProcessor
 from draftproof.frontend.request_tracker import RequestTracker
@@ -70,6 +72,17 @@ class RemoteLLM(AsyncLLM):
         if status.state == "ready" and not self._engine.is_connected:
             return replace(status, state="restarting")
         return status
+
+    async def _operate(self, name: OperationName, arguments: Mapping[str, Any], mode: str = "keep") -> Any:
+        """Send an operation to the worker; weights come from files that the worker can read."""
+        self._check_open()
+        sent, checked = dict(arguments), check_mode(mode)
+        for key in ("weights", "draft_weights"):
+            if key in sent and not isinstance(sent[key], str):
+                if sent[key]:
+                    raise ConfigError(f"{key} must be a folder: the engine is in another process")
+                del sent[key]
+        return await self._thread.operate(partial(self._engine.operate, name, sent, checked))
 
     def step_totals(self) -> StepTotals:
         """Return number and duration of the worker's steps."""

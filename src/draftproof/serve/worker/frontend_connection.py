@@ -81,6 +81,12 @@ class FrontendConnection:
         if self.outbox_bytes > MAX_OUTBOX_BYTES:
             raise FrontendStalled
 
+    def send_message(self, socket: zmq.Socket[bytes], data: bytes) -> None:
+        """Send what is not a frame, after the frames that are buffered. Raises FrontendDisconnected."""
+        if self.outbox or not self.try_send(socket, data):
+            self.outbox.append(data)
+            self.outbox_bytes += len(data)
+
     def flush(self, socket: zmq.Socket[bytes], is_sole: bool) -> None:
         """Send buffered frames while the queue has room; raises as `send`. `is_sole`: no other is busy."""
         while self.outbox and self.try_send(socket, self.outbox[0]):

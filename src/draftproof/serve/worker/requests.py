@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from draftproof.engine.step.step_results import logprob_kind_of
-from draftproof.errors import QueueFullError, RequestError
+from draftproof.errors import DraftproofError, EngineDownError, QueueFullError, RequestError
 from draftproof.llm import LLM
 from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.serve.ipc.encode import AdmissionFailure
@@ -105,10 +105,11 @@ class RequestTable:
 
     def _fail(self, connection: FrontendConnection, add: AddRequests, error: Exception) -> None:
         connection.compiling.discard(add.handle)
-        if not isinstance(error, RequestError):
+        if not isinstance(error, DraftproofError):
             log.error("a request could not be admitted", exc_info=error)
-        is_full = isinstance(error, QueueFullError)
-        status = RequestStatus.QUEUE_FULL if is_full else RequestStatus.INVALID
+        status = RequestStatus.QUEUE_FULL if isinstance(error, QueueFullError) else RequestStatus.INVALID
+        if isinstance(error, EngineDownError):  # it sleeps
+            status = RequestStatus.CLOSED
         param = error.param if isinstance(error, RequestError) else None
         connection.failures.append(AdmissionFailure(add.handle, status, str(error), param))
 

@@ -23,11 +23,13 @@ from draftproof.serve.ipc.messages import (
     AddRequests,
     EngineInfo,
     Hello,
+    RunOperation,
     decode_message,
     encode,
 )
 from draftproof.serve.worker.frontend_connection import FrontendConnection
 from draftproof.serve.worker.frontends import Frontends
+from draftproof.serve.worker.operations import Operations
 from draftproof.serve.worker.requests import RequestTable
 from draftproof.serve.worker.step_sender import StepSender
 
@@ -48,6 +50,7 @@ class Worker:
         self._engine_info = ENGINE_INFO + encode(describe_engine(llm, options))
         self.frontends = Frontends(address, lambda connection: self._requests.release(connection))
         self._requests = RequestTable(llm, self.frontends.wake)
+        self._operations = Operations(self.engine, self.frontends, lambda: self._sender.send_snapshot())
         self._sender = StepSender(self.engine, self.frontends, self._requests)
         self._last_frame = self._last_timings = time.monotonic()
         self._drain_until: float | None = None
@@ -74,18 +77,21 @@ class Worker:
             raise
         finally:
             self._requests.close()
+            self._operations.close()
             self.frontends.close(reason)
 
     def _iterate(self) -> None:
         self.iteration_began = time.monotonic()
+        self.engine.runner.check_ranks()
         self._receive()
         self._requests.admit_compiled()
+        self._operations.run_prepared()
         self._sender.send_failures()
         if self.iteration_began - self._last_timings >= STATUS_INTERVAL_SECONDS:
             self._last_timings = self.iteration_began
             self.frontends.send_all(TIMINGS + encode(self.engine.stats().timings))
         self.frontends.flush()
-        if any(each.entries and not each.is_stalled for each in self.frontends.connections.values()):
+        if self._can_step():
             began = time.perf_counter()
             results = self.engine.step()
             self._sender.send_step(results, time.perf_counter() - began)
@@ -93,6 +99,14 @@ class Worker:
                 self._last_frame = time.monotonic()
         else:
             self._wait()
+
+    def _can_step(self) -> bool:
+        if self.engine.has_operations:
+            return True
+        connections = self.frontends.connections.values()
+        return not self.engine.sleep_level and any(
+            each.entries and not each.is_stalled for each in connections
+        )
 
     def _wait(self) -> None:
         """Wait for a message; send the engine's state if none arrives."""
@@ -121,6 +135,8 @@ class Worker:
             elif connection is None:
                 log.error("a message without a Hello before it")
                 self.frontends.reject(identity)
+            elif isinstance(message, RunOperation):
+                self._operations.begin(connection, message)
             elif isinstance(message, AbortRequests):
                 self._requests.abort(connection, message)
             else:

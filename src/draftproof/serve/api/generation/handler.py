@@ -121,7 +121,7 @@ class CompletionHandler:
             "id": f"{route.id_prefix}{record.id}",
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": f"draftproof-{__version__}",
+            "system_fingerprint": fingerprint(self._llm.weights_version),
         }
         if request.service_tier is not None:
             head["service_tier"] = "default"  # the only one
@@ -154,6 +154,8 @@ class CompletionHandler:
             for each in output.outputs:
                 if each.finish_reason in ("error", "abort"):
                     raise self.generation_error(each.finish_reason, each.error)
+        version = max(output.weights_version for output in outputs)
+        builder.head["system_fingerprint"] = fingerprint(version)
         is_large = builder.parsed.num_logprob_entries > MAX_INLINE_LOGPROBS
         data = await in_thread_if(is_large, lambda: msgspec.json.encode(builder.whole(outputs)))
         client.done = True
@@ -251,6 +253,11 @@ class CompletionHandler:
                 self._metrics.queue.observe(output.queue_seconds)
         reasons = [choice.finish_reason for choice in choices]
         record.fields.update(completion_tokens=num_generated, finish_reasons=reasons)
+
+
+def fingerprint(weights_version: int) -> str:
+    """Return the identity of program and weights; of a stream, as of its beginning."""
+    return f"draftproof-{__version__}" + (f"-w{weights_version}" if weights_version else "")
 
 
 class _StreamOpening:

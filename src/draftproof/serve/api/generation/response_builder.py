@@ -93,6 +93,12 @@ class ResponseBuilder:
             lossless=all(output.lossless for output in outputs),
             queue_seconds=outputs[0].queue_seconds,
             first_token_seconds=outputs[0].first_token_seconds,
+            weights_version=max(output.weights_version for output in outputs),
+            weights_versions=[
+                [schema.WeightsVersion(version=v, first_token=first) for v, first in each.weights_versions]
+                for output in outputs
+                for each in output.outputs
+            ],
         )
 
     def prompt_fields(self, prompt: ParsedPrompt, rows: PromptRows) -> Fields:

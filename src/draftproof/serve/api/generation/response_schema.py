@@ -56,6 +56,13 @@ class SpeculativeDecoding(ResponseStruct, kw_only=True):
     num_spec_tokens: int
 
 
+class WeightsVersion(ResponseStruct, kw_only=True):
+    """Version of the weights that tokens were made with, until the next one begins."""
+
+    version: int
+    first_token: int
+
+
 class RequestMetrics(ResponseStruct, kw_only=True):
     """Statistics of a request."""
 
@@ -64,6 +71,9 @@ class RequestMetrics(ResponseStruct, kw_only=True):
     lossless: bool
     queue_seconds: float | None = None  # in the engine, of the first choice
     first_token_seconds: float | None = None  # from its arrival in the engine
+    weights_version: int = 0  # of the weights that the newest token was made with
+    # by choice, in order: each version and the index of its first token
+    weights_versions: list[list[WeightsVersion]] = []
 
 
 class TokenInfo(ResponseStruct, kw_only=True):
@@ -289,6 +299,7 @@ class Version(ResponseStruct, kw_only=True):
 
     version: str
     engine: str  # model, device, numerics, proposer, strategy and its label
+    weights_version: int = 0  # 0: as loaded
 
 
 class TokenizeResponse(ResponseStruct, kw_only=True):

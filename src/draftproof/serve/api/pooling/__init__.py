@@ -1,1 +1,1 @@
-"""Routes that run the model without output text: /v1/embeddings and /v1/score."""
+"""Routes that run the model without output text: /v1/embeddings, /v1/score, /v1/rerank."""

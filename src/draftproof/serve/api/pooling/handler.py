@@ -1,4 +1,4 @@
-"""Handlers of /v1/embeddings and /v1/score.
+"""Handler of /v1/embeddings, and what routes without output text share.
 
 A client that disconnects aborts its requests. The inputs of one body enter the engine in portions, so that a
 long list leaves room in the queue for others.
@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 
 from draftproof.errors import RequestFailedError
 from draftproof.frontend.pooler import PoolingParams
-from draftproof.frontend.scoring import score_output
 from draftproof.outputs import EmbeddingRequestOutput, RequestOutput
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.api.generation.handler import CompletionHandler
@@ -42,7 +41,7 @@ Answer = Callable[[Any, dict[str, Any], RequestRecord], Awaitable[bytes]]
 
 
 class PoolingRoutes:
-    """Handlers of the routes whose requests have no output text."""
+    """Handler of embeddings; reads bodies and runs prompts for other routes without output text."""
 
     def __init__(
         self,
@@ -52,28 +51,25 @@ class PoolingRoutes:
         metrics: ServerMetrics,
         completions: CompletionHandler,
     ) -> None:
-        self._llm, self._settings, self._guard, self._metrics = llm, settings, guard, metrics
-        self._completions, self._prompts = completions, completions.prompts
+        self.llm, self.settings, self._guard, self._metrics = llm, settings, guard, metrics
+        self._completions, self.prompts = completions, completions.prompts
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Return the embeddings of texts or token ids."""
-        await self._serve(scope, receive, send, schema.EmbeddingRequest, "embd", self._embed)
+        await self.serve(scope, receive, send, schema.EmbeddingRequest, "embd", self._embed)
 
-    async def score(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Return the log-likelihoods of continuations after their contexts."""
-        await self._serve(scope, receive, send, schema.ScoreRequest, "score", self._score)
-
-    async def _serve(
+    async def serve(
         self, scope: Scope, receive: Receive, send: Send, kind: type[Body], prefix: str, answer: Answer
     ) -> None:
+        """Read a body of this kind, and send what `answer` returns."""
         record: RequestRecord = scope["state"]["record"]
-        body = await read_json(scope, receive, self._settings, kind)
+        body = await read_json(scope, receive, self.settings, kind)
         model = self._completions.check_model(body.model)
         if body.request_id is not None:
             record.id = body.request_id
         with self._guard.admit(record), self._metrics.count_open():
             async with ClientMonitor(receive, self._guard) as client:
-                check_priority(body, self._settings, record.key)
+                check_priority(body, self.settings, record.key)
                 if body.user is not None:
                     record.fields["user"] = body.user
                 head = {"id": f"{prefix}-{record.id}", "created": int(time.time()), "model": model}
@@ -92,67 +88,28 @@ class PoolingRoutes:
             dimensions=body.dimensions,
             normalize=body.normalize,
             priority=body.priority or 0,
-            cache_salt=self._salt(body, record),
+            cache_salt=self.salt(body, record),
         )
-        self._llm.check_embedding(params)
-        prompts = await self._inputs(
-            body.input, body.add_special_tokens, "input", body.truncate_prompt_tokens
-        )
-        outputs: list[EmbeddingRequestOutput] = await self._run(self._llm.embed, prompts, params, record)
+        self.llm.check_embedding(params)
+        prompts = await self.inputs(body.input, body.add_special_tokens, "input", body.truncate_prompt_tokens)
+        outputs: list[EmbeddingRequestOutput] = await self.run(self.llm.embed, prompts, params, record)
 
         def encode() -> bytes:
             data = [
                 schema.Embedding(index=i, embedding=_encoded(output, body.encoding_format == "base64"))
                 for i, output in enumerate(outputs)
             ]
-            usage = _usage(prompts, outputs)
+            usage = prompt_usage(prompts, outputs)
             return msgspec.json.encode(schema.EmbeddingResponse(**head, data=data, usage=usage))
 
         count = sum(output.outputs.hidden_size for output in outputs)
         return await in_thread_if(count > MAX_INLINE_NUMBERS, encode)
 
-    async def _score(self, body: schema.ScoreRequest, head: dict[str, Any], record: RequestRecord) -> bytes:
-        contexts = await self._inputs(body.text_1, body.add_special_tokens, "text_1")
-        continuations = await self._inputs(body.text_2, False, "text_2")
-        if len(contexts) == 1:
-            contexts *= len(continuations)
-        if len(contexts) != len(continuations):
-            text = f"text_2: {len(contexts)} contexts and {len(continuations)} continuations"
-            raise ApiError(400, f"{text}: give one context or one each", "text_2")
-        params = SamplingParams(
-            max_tokens=0,
-            prompt_logprobs=0,
-            priority=body.priority or 0,
-            cache_salt=self._salt(body, record),
-        )
-        prompts = [ParsedPrompt(a.ids + b.ids) for a, b in zip(contexts, continuations, strict=True)]
-        for prompt in prompts:
-            self._prompts.check_length(prompt, "text_2")
-        outputs: list[RequestOutput] = await self._run(self._llm.generate, prompts, params, record)
-
-        def encode() -> bytes:
-            pairs = zip(contexts, outputs, strict=True)
-            found = [score_output(len(context.ids), output) for context, output in pairs]
-            data = [
-                schema.Score(
-                    index=i,
-                    score=one.logprob,
-                    is_greedy=one.is_greedy,
-                    token_ids=one.token_ids,
-                    token_logprobs=one.token_logprobs,
-                )
-                for i, one in enumerate(found)
-            ]
-            usage = _usage(prompts, outputs)
-            return msgspec.json.encode(schema.ScoreResponse(**head, data=data, usage=usage))
-
-        return await in_thread_if(sum(len(prompt.ids) for prompt in prompts) > MAX_INLINE_NUMBERS, encode)
-
-    async def _inputs(
+    async def inputs(
         self, given: Any, add_special_tokens: bool | None, name: str, truncate: int | None = None
     ) -> list[ParsedPrompt]:
         """Return the prompts of an option; each has at least one token."""
-        length = self._llm.limits.max_model_len
+        length = self.llm.limits.max_model_len
         limit = max(schema.MAX_INPUTS, length)
         if not isinstance(given, str) and len(given) > limit:
             raise ApiError(400, f"{name}: {len(given)} items, and the maximum is {limit}", name)
@@ -163,15 +120,13 @@ class PoolingRoutes:
         if truncate == 0:
             text = "truncate_prompt_tokens must be positive or -1"
             raise ApiError(400, text, "truncate_prompt_tokens")
-        keep_last = (
-            min(self._settings.max_prompt_tokens or length, length - 1) if truncate == -1 else truncate
-        )
-        prompts = await self._prompts.tokenized(inputs, add_special_tokens is not False, name, keep_last)
+        keep_last = min(self.settings.max_prompt_tokens or length, length - 1) if truncate == -1 else truncate
+        prompts = await self.prompts.tokenized(inputs, add_special_tokens is not False, name, keep_last)
         if not all(prompt.ids for prompt in prompts):
             raise ApiError(400, f"{name}: a text or list without tokens", name)
         return prompts
 
-    async def _run(
+    async def run(
         self,
         call: Callable[..., Awaitable[T]],
         prompts: Sequence[ParsedPrompt],
@@ -181,8 +136,8 @@ class PoolingRoutes:
         """Return the results of `call` for all prompts, at most MAX_IN_FLIGHT at a time."""
         num_tokens = sum(len(prompt.ids) for prompt in prompts)
         record.fields.update(prompts=len(prompts), prompt_tokens=num_tokens)
-        if self._settings.log_prompts:
-            decode = self._prompts.tokenizer.decode
+        if self.settings.log_prompts:
+            decode = self.prompts.tokenizer.decode
             record.fields["prompt"] = [decode(prompt.ids, False) for prompt in prompts]
         gate = asyncio.Semaphore(MAX_IN_FLIGHT)
 
@@ -194,8 +149,9 @@ class PoolingRoutes:
         self._metrics.prompt_tokens += num_tokens
         return outputs
 
-    def _salt(self, body: EngineRequest, record: RequestRecord) -> str | None:
-        return cache_salt(body.cache_salt, None if self._settings.share_prefix_cache else record.key)
+    def salt(self, body: EngineRequest, record: RequestRecord) -> str | None:
+        """Return the cache salt of a body."""
+        return cache_salt(body.cache_salt, None if self.settings.share_prefix_cache else record.key)
 
 
 def _encoded(output: EmbeddingRequestOutput, as_base64: bool) -> list[float] | str:
@@ -203,10 +159,16 @@ def _encoded(output: EmbeddingRequestOutput, as_base64: bool) -> list[float] | s
     return base64.b64encode(np.array(numbers, "<f4").tobytes()).decode() if as_base64 else numbers
 
 
-def _usage(
+def prompt_usage(
     prompts: Sequence[ParsedPrompt], outputs: Sequence[EmbeddingRequestOutput] | Sequence[RequestOutput]
 ) -> schema.PromptUsage:
+    """Return the token counts of prompts."""
     total = sum(len(prompt.ids) for prompt in prompts)
     cached = sum(output.num_cached_tokens for output in outputs)
     details = PromptDetails(cached_tokens=cached)
-    return schema.PromptUsage(prompt_tokens=total, total_tokens=total, prompt_tokens_details=details)
+    return schema.PromptUsage(
+        prompt_tokens=total,
+        total_tokens=total,
+        prompt_tokens_details=details,
+        weights_version=max(output.weights_version for output in outputs),
+    )

@@ -31,10 +31,7 @@ _SAME_NAMES = (
 def chat_request(body: schema.ResponseRequest, earlier: Iterable[chat.Message]) -> chat.ChatCompletionRequest:
     """Return the chat request of a body. `earlier`: messages of the previous responses."""
     wants_logprobs = LOGPROBS in (body.include or ()) or body.top_logprobs is not None
-    for i, name in enumerate(body.include or ()):
-        if name not in INCLUDABLE:
-            text = f"include: unknown value {name!r}; the values are {', '.join(sorted(INCLUDABLE))}"
-            raise ApiError(400, text, f"include[{i}]")
+    check_include(body.include or ())
     messages = [*_instructions(body), *earlier, *input_messages(body.input)]
     tools, choice = _tools(body)
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAMES}
@@ -51,6 +48,14 @@ def chat_request(body: schema.ResponseRequest, earlier: Iterable[chat.Message]) 
         top_logprobs=body.top_logprobs,
         service_tier=None if body.service_tier is None else "default",
     )
+
+
+def check_include(names: Iterable[str]) -> None:
+    """Reject an unknown name of `include`."""
+    for i, name in enumerate(names):
+        if name not in INCLUDABLE:
+            text = f"include: unknown value {name[:100]!r}; the values are {', '.join(sorted(INCLUDABLE))}"
+            raise ApiError(400, text, f"include[{i}]")
 
 
 def _instructions(body: schema.ResponseRequest) -> list[chat.Message]:

@@ -139,6 +139,53 @@ class ResponseObject(ResponseStruct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class InputTextPart(ResponseStruct, kw_only=True):
+    """Text of an input message."""
+
+    type: Literal["input_text"] = "input_text"
+    text: str
+
+
+class InputMessage(ResponseStruct, kw_only=True):
+    """Message of the input."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: str
+    status: ItemStatus = "completed"
+    content: list[InputTextPart]
+
+
+class CallResult(ResponseStruct, kw_only=True):
+    """Output of a called function."""
+
+    id: str
+    type: Literal["function_call_output"] = "function_call_output"
+    status: ItemStatus = "completed"
+    call_id: str
+    output: str
+
+
+ListedItem = InputMessage | OutputMessage | OutputCall | CallResult | OutputReasoning
+
+
+class ItemList(ResponseStruct, kw_only=True):
+    """Body of GET /v1/responses/ID/input_items."""
+
+    object: Literal["list"] = "list"
+    data: list[Any]  # ListedItem; separate tags in one list
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokenCount(ResponseStruct, kw_only=True):
+    """Body of POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class DeletedResponse(ResponseStruct, kw_only=True):
     """Body of DELETE /v1/responses/ID."""
 

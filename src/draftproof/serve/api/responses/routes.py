@@ -1,4 +1,4 @@
-"""Routes of the Responses API: create, return and delete."""
+"""Routes of the Responses API: create, return, delete, list input items, count input tokens."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from draftproof.serve.api.generation.handler import CompletionHandler
 from draftproof.serve.api.generation.request_schema import ChatCompletionRequest, Message
 from draftproof.serve.api.generation.route import EventEncoder, GenerationRoute, renamed
 from draftproof.serve.api.responses.builder import ResponsesBuilder, ResponsesEncoder
 from draftproof.serve.api.responses.input_items import chat_request
+from draftproof.serve.api.responses.item_list import item_page
 from draftproof.serve.api.responses.request_schema import ResponseRequest
-from draftproof.serve.api.responses.response_schema import DeletedResponse
+from draftproof.serve.api.responses.response_schema import DeletedResponse, InputTokenCount
 from draftproof.serve.api.responses.store import OFF, ResponseStore
 from draftproof.serve.http.errors import ApiError
-from draftproof.serve.http.io import send_body, send_json
+from draftproof.serve.http.io import read_json, send_body, send_json
+from draftproof.serve.http.request_guard import RequestGuard
 from draftproof.serve.http.request_log import RequestRecord
+from draftproof.serve.settings import Settings
 
 # names of the chat request's options in the body of this route
 _NAMES = {
@@ -80,3 +84,31 @@ class StoredResponses:
             if Request(scope).query_params.get("stream", "false") != "false":
                 raise ApiError(400, "stream: a stored response is returned whole", "stream")
             await send_body(send, self._store.find(key, id).body)
+
+    async def input_items(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """List the input items of a stored response, those of the previous responses included."""
+        key, request = scope["state"]["record"].key, Request(scope)
+        id = request.path_params["id"]
+        messages = self._store.find(key, id).messages()[:-1]
+        await send_json(send, item_page(id, messages, request.query_params))
+
+
+class InputTokenCounter:
+    """Handler of POST /v1/responses/input_tokens."""
+
+    def __init__(
+        self, settings: Settings, guard: RequestGuard, completions: CompletionHandler, route: ResponsesRoute
+    ) -> None:
+        self._settings, self._guard, self._completions, self._route = settings, guard, completions, route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Return the number of prompt tokens that a response to this body would have."""
+        record: RequestRecord = scope["state"]["record"]
+        with self._guard.admit(record):
+            body = await read_json(scope, receive, self._settings, ResponseRequest)
+            self._completions.check_model(body.model)
+            try:
+                ids = await self._completions.prompts.conversation(self._route.request(body, record))
+            except ApiError as error:
+                raise self._route.error(error) from error
+            await send_json(send, InputTokenCount(input_tokens=len(ids)))

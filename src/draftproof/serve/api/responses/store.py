@@ -22,7 +22,10 @@ _MESSAGES = msgspec.json.Decoder(list[Message])
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response and the conversation up to its end, without instructions, both as JSON."""
+    """One response and the conversation up to its end, without instructions, both as JSON.
+
+    The last message of the conversation is the output of the response.
+    """
 
     body: bytes
     conversation: bytes
