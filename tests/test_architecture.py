@@ -34,7 +34,7 @@ MAX_FOLDER_FILES = 13  # without __init__.py
 
 # A package may import packages of later lines; packages on one line never import each other.
 LAYERS = [
-    {"__main__"},
+    {"__main__", "ray"},
     {"cli"},
     {"serve", "simulate", "train", "audit"},
     {"async_llm"},

@@ -159,15 +159,23 @@ def test_pooler_is_read_from_the_files_of_sentence_transformers(tmp_path: Path) 
     mean = {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False, "include_prompt": True}
     cls = {"pooling_mode_cls_token": True, "word_embedding_dimension": 32}
     assert pooler(None) == Pooler(32, "last", True)
-    assert pooler(["Transformer", "Pooling"], mean) == Pooler(32, "mean", False)
-    assert pooler(["Transformer", "Pooling", "Normalize"], {"pooling_mode": "lasttoken"}) == Pooler(32)
-    assert pooler(["Transformer", "Pooling"], mean, pooling_type="last") == Pooler(32, "last", False)
-    assert pooler(["Transformer", "Pooling"], mean, normalize_embeddings=True) == Pooler(32, "mean", True)
+    assert pooler(["Transformer", "Pooling"], mean) == Pooler(32, "mean", False, is_embedding_model=True)
+    assert pooler(["Transformer", "Pooling", "Normalize"], {"pooling_mode": "lasttoken"}) == Pooler(
+        32, is_embedding_model=True
+    )
+    assert pooler(["Transformer", "Pooling"], mean, pooling_type="last") == Pooler(
+        32, "last", False, is_embedding_model=True
+    )
+    assert pooler(["Transformer", "Pooling"], mean, normalize_embeddings=True) == Pooler(
+        32, "mean", True, is_embedding_model=True
+    )
     assert "cls_token" in str(pooler(["Transformer", "Pooling"], cls).refusal)
     assert pooler(["Transformer", "Pooling"], cls, pooling_type="last").refusal is None
     dense = pooler(["Transformer", "Pooling", "Dense"], mean, pooling_type="last")
     assert "Dense" in str(dense.refusal)
-    assert pooler(None, config={"matryoshka_dimensions": [16, 8]}) == Pooler(32, "last", True, True, (8, 16))
+    assert pooler(None, config={"matryoshka_dimensions": [16, 8]}) == Pooler(
+        32, "last", True, True, matryoshka_dimensions=(8, 16)
+    )
     assert pooler(None, config={"is_matryoshka": True}).is_matryoshka
     assert "causal" in str(pooler(None, config={"is_causal": False}).refusal)
 
@@ -177,7 +185,8 @@ def test_pooling_type_of_a_gguf_file_is_read(tmp_path: Path) -> None:
     for number, expected in ((1, "mean"), (3, "last"), (None, "last")):
         write_gguf(path, "llama", tiny.model_config("llama"), extra={"pooling_type": number})
         found = read_pooler(EngineConfig(model="m"), 32, path)
-        assert found == Pooler(32, expected), number  # type: ignore[arg-type]
+        is_embedding_model = number is not None
+        assert found == Pooler(32, expected, is_embedding_model=is_embedding_model), number  # type: ignore[arg-type]
     write_gguf(path, "llama", tiny.model_config("llama"), extra={"pooling_type": 2})
     assert "cls" in str(read_pooler(EngineConfig(model="m"), 32, path).refusal)
 

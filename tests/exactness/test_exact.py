@@ -5,7 +5,7 @@ comparison detects are in test_exact_controls.py.
 """
 
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 
@@ -17,10 +17,13 @@ from draftproof.registry import lookup
 from exact import OPTIONS, Batch, Case, Setup, reference_run
 from exact_matrix import (
     DEVICE_TEST_METHODS,
+    DISTINCT_METHODS,
     EXACT,
     FACTORS,
     GRAMMAR_MATRIX,
+    LENGTH,
     MATRIX,
+    ONE_MODEL,
     OVERLAP_OPTIONS,
     TEST_METHODS,
     check,
@@ -33,11 +36,22 @@ MODEL_METHODS = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer
 MODEL_METHODS += ["hybrid"]
 DEVICE_METHODS = [name for name in PROPOSERS if lookup(PROPOSERS, name, "proposer").graph_safe]
 DEVICE_METHODS += DEVICE_TEST_METHODS
-OVERLAP_FACTORS = {"option": OVERLAP_OPTIONS, "method": DEVICE_METHODS, "overlap": [True]}
+OVERLAP_FACTORS = {
+    "option": OVERLAP_OPTIONS,
+    "method": DEVICE_METHODS,
+    "overlap": [True],
+    "arch": ["ernie4_5"],
+}
+OVERLAP_FACTORS |= ONE_MODEL
 OVERLAP_MATRIX = pairwise({**FACTORS, **OVERLAP_FACTORS, "predictions": [False]})
 
 
-QUICK = each_level(MATRIX)
+def num_rows(case):
+    """Return about how much a case computes."""
+    return case["batch"] * LENGTH[case["chunk"]]
+
+
+QUICK = each_level(MATRIX, num_rows)
 PAIRS = [pytest.param(case, marks=pytest.mark.fast if case in QUICK else ()) for case in MATRIX]
 
 
@@ -73,7 +87,7 @@ def test_grammars_are_exact(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", each_level([*MATRIX, *GRAMMAR_MATRIX, *OVERLAP_MATRIX]), ids=named)
+@pytest.mark.parametrize("case", each_level([*MATRIX, *GRAMMAR_MATRIX, *OVERLAP_MATRIX], num_rows), ids=named)
 def test_torch_backend_is_exact(case):
     check(case, "torch")
 
@@ -85,7 +99,7 @@ def test_two_threads_are_exact(case):
 
 @pytest.mark.parametrize("method", ["proposers:Flaky", "proposers:SelfModel"])
 def test_reference_backend_is_exact(method):
-    case = {"option": "mix", "arch": "mistral", "batch": 2, "chunk": 64, "traffic": "together"}
+    case = {"option": "mix", "arch": "mistral", "batch": 2, "chunk": 16, "traffic": "together"}
     rest = {"strategy": "target_match", "k": 3, "temperature": 0.7, "dtype": "float32", "adaptive": True}
     rest |= {"method": method, "overlap": False, "prefix": "hit", "pages": "many", "priority": "shuffled"}
     check({**case, **rest}, "reference")
@@ -99,14 +113,15 @@ def test_reference_backend_is_exact(method):
     [
         *product([None, "ngram", "proposers:Flaky", "proposers:DeviceFlaky"], EXACT),
         *product(
-            [m for m in [*METHODS, *DEVICE_TEST_METHODS] if not m.endswith(("ngram", "Flaky"))], EXACT[:1]
+            [m for m in [*DISTINCT_METHODS, *DEVICE_TEST_METHODS] if not m.endswith(("ngram", "Flaky"))],
+            EXACT[:1],
         ),
     ],
 )
 def test_requests_preempted_several_times_are_exact(method, strategy, monkeypatch):
     """Preempt all requests by force, then by a lack of pages, which never preempts the first request."""
-    monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 30, "ignore_eos": True})
-    monkeypatch.setitem(OPTIONS, "frequency", {**OPTIONS["frequency"], "max_tokens": 30, "ignore_eos": True})
+    monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 20, "ignore_eos": True})
+    monkeypatch.setitem(OPTIONS, "frequency", {**OPTIONS["frequency"], "max_tokens": 20, "ignore_eos": True})
     options = ["none", "frequency", "none", "frequency"]
     cases = [
         Case(i, option, (0.7, 0.0, 1.3, 0.7)[i], strategy, 12 + 5 * i, prompt=i == 1)
@@ -142,7 +157,10 @@ def test_prefix_hits_cover_all_full_pages_but_the_last():
 # --- predictions beside any proposer ---
 
 
-@pytest.mark.parametrize(("method", "strategy"), [*product([*METHODS, *DEVICE_TEST_METHODS], EXACT)])
+PREDICTED = [*zip([*METHODS, *DEVICE_TEST_METHODS], cycle(EXACT), strict=False)]
+
+
+@pytest.mark.parametrize(("method", "strategy"), PREDICTED)
 def test_prediction_beside_any_proposer_is_used_and_changes_no_bit(method, strategy, monkeypatch):
     """Every other request has one, and some arrive while others run ahead."""
     monkeypatch.setitem(OPTIONS, "none", {"max_tokens": 30, "ignore_eos": True})

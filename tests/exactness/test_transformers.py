@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
+from draftproof.models.families.dense import DENSE_FAMILIES
 from draftproof.models.load import load_checkpoint
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.ops import resolve
 from draftproof.sampling_params import SamplingParams
+from draftproof.speculative_config import SpeculativeConfig
+from latent_layers import LATENT_SIZES
 from opcheck import check_order
 from tiny import request, run
 
@@ -41,6 +47,14 @@ def scaled(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
+def longrope(original: int) -> dict[str, Any]:
+    """Return options of a Phi-4 with longrope, trained on texts of `original` tokens."""
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5]}
+    factors |= {"original_max_position_embeddings": original, "partial_rotary_factor": 0.75}
+    sizes = {"hidden_size": 64, "original_max_position_embeddings": original, "pad_token_id": 0}
+    return {**sizes, **scaled("longrope", **factors)}
+
+
 LLAMA3 = scaled(
     "llama3",
     factor=8.0,
@@ -49,6 +63,18 @@ LLAMA3 = scaled(
     original_max_position_embeddings=32,
 )
 YARN = scaled("yarn", factor=4.0, original_max_position_embeddings=64)
+EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+GLM_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "head_dim": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 0,
+}
+GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 13}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
     "llama3": ("Llama", LLAMA3),
@@ -66,7 +92,91 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 24, "num_key_value_heads": 2}),
     "ernie4_5_bias": ("Ernie4_5", {"head_dim": 24, "use_bias": True, "tie_word_embeddings": False}),
+    "mixtral": ("Mixtral", EXPERTS),
+    "glm4_moe": ("Glm4Moe", GLM_EXPERTS),
+    "glm4_moe_norms": ("Glm4Moe", {**GLM_EXPERTS, "use_qk_norm": True, "attention_bias": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 1},
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**EXPERTS, "num_hidden_layers": 4, "shared_expert_intermediate_size": 56}
+        | {"mlp_only_layers": [1], "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
+    "qwen3_moe_plain": ("Qwen3Moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 13}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 24,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 24, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 24, "pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        GPT_OSS | scaled("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False),
+    ),
+    "mimo": ("Qwen2", {"architectures": ["MiMoForCausalLM"]}),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi4_longrope": ("Phi3", longrope(128)),  # texts are shorter
+    "phi4_long_texts": ("Phi3", longrope(64)),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "qwen3_tied": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True, "attention_bias": True}),
+}
+MODELS |= {
+    "deepseek_v2_lite": ("DeepseekV2", {**LATENT_SIZES, "q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **LATENT_SIZES,
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+            **scaled(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                mscale=0.707,
+                mscale_all_dim=0.5,
+            ),
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **LATENT_SIZES,
+            "q_lora_rank": 20,
+            "n_group": 4,
+            "topk_group": 2,
+            **scaled("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+        },
+    ),
+    "deepseek_v3_halves": (
+        "DeepseekV3",
+        {**LATENT_SIZES, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
 }
 every = pytest.mark.parametrize("name", MODELS)
 
@@ -74,14 +184,22 @@ every = pytest.mark.parametrize("name", MODELS)
 def make(name: str, folder: Path) -> Any:
     """Save a random model of transformers in `folder`; biases and norms are random too."""
     family, options = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**_BASE, **options})
+    options = dict(options)
+    renamed = options.pop("architectures", None)
+    name_of = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
+    config = getattr(transformers, name_of)(**{**_BASE, **options})
     torch.manual_seed(len(name))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
+            if not value.any() and value.ndim == 2:  # routers, whose experts would all be equal
+                value.copy_(torch.randn_like(value) * 0.3)
             if value.ndim == 1:
                 value.copy_(torch.randn_like(value) * 0.3 + (1.0 if "norm" in key else 0.0))
     model.save_pretrained(folder)
+    if renamed:  # a family that transformers does not have, with the layers of one that it has
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": renamed}))
     return model
 
 
@@ -136,10 +254,31 @@ def test_logits_of_the_torch_backend_equal_transformers(name: str, tmp_path: Pat
     assert error(ours(tmp_path, tokens, 16, "torch"), theirs(model, tokens)) < 1e-4
 
 
+FAMILIES = ("gemma3", "glm", "glm4", "granite", "mimo", "olmo2", "phi3", "phi4_longrope", "smollm3")
+FAMILIES += ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "ernie4_5_moe", "glm4_moe")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_text_equals_transformers(name: str, tmp_path: Path) -> None:
+    """Generate 64 tokens, with drafts of n-grams and without."""
+    tokens = tokens_of(12)
+    theirs_ids = make(name, tmp_path).generate(
+        tokens[None], max_new_tokens=64, min_new_tokens=64, do_sample=False
+    )
+    want = theirs_ids[0, len(tokens) :].tolist()
+    params = SamplingParams(temperature=0, max_tokens=64, min_tokens=64)
+    for speculative in (None, SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3})):
+        config = EngineConfig(
+            model=name, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16, speculative=speculative
+        )
+        engine = Engine(config, load_checkpoint(tmp_path, dtype="float32"))
+        assert run(engine, [request(0, params, prompt_token_ids=tokens.tolist())])["0"].token_ids == want
+
+
 @every
 def test_prompt_logprobs_equal_transformers(name: str, tmp_path: Path) -> None:
     """Logprobs are within 1e-4; entries nearer than 1e-4 may swap places."""
-    tokens = tokens_of(60)
+    tokens = tokens_of(70)  # beyond the short texts of a longrope
     want = torch.log_softmax(theirs(make(name, tmp_path), tokens).double(), -1)
     config = EngineConfig(model=name, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=16)
     engine = Engine(config, load_checkpoint(tmp_path, dtype="float32"))
@@ -185,3 +324,53 @@ def test_control_wrong_order_is_detected() -> None:
     with pytest.raises(AssertionError):
         check_order([1, 0], torch.tensor([2.0, 1.0, 0.0]))
     check_order([1, 0], torch.tensor([2.0, 2.0 - 1e-5, 0.0]))
+
+
+@pytest.mark.control
+@pytest.mark.parametrize(
+    ("name", "field", "wrong"),
+    [
+        ("gemma3", "norm_offset", 0.0),
+        ("gemma3", "scales_embedding", False),
+        ("gemma3", "local_rope_theta", 1e6),
+        ("gemma3", "attention_divisor", ""),
+        ("gemma3", "activation", "silu"),
+        ("glm4", "rope_interleaved", False),
+        ("glm4", "rotary_factor", 1.0),
+        ("granite", "has_multipliers", False),
+        ("gpt_oss", "fixed_activation", "silu"),
+        ("smollm3", "no_rope_interval", 0),
+    ],
+)
+def test_control_a_wrong_flag_of_a_family_is_detected(
+    name: str, field: str, wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tokens_of(40)
+    model = make(name, tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    for key in ("hidden_activation", "hidden_act", "rope_local_base_freq", "partial_rotary_factor"):
+        raw.pop(key, None)
+    rope = raw.get("rope_parameters", {})
+    rope.pop("partial_rotary_factor", None)
+    rope.get("sliding_attention", {}).pop("rope_theta", None)
+    path.write_text(json.dumps(raw))
+    assert error(ours(tmp_path, tokens, 16), theirs(model, tokens)) < 1e-4
+    architecture = raw["architectures"][0]
+    monkeypatch.setitem(DENSE_FAMILIES, architecture, replace(DENSE_FAMILIES[architecture], **{field: wrong}))
+    assert error(ours(tmp_path, tokens, 16), theirs(model, tokens)) > 1e-3
+
+
+def test_text_part_of_a_model_with_images_is_loaded(tmp_path: Path) -> None:
+    make("gemma3", tmp_path)
+    want = load_checkpoint(tmp_path, dtype="float32")
+    file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file({**tensors, "vision_tower.weight": torch.ones(2, 2)}, file)
+    text = json.loads(path.read_text())
+    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    path.write_text(json.dumps(nested))
+    found = load_checkpoint(tmp_path, dtype="float32")
+    assert replace(found.config, architecture=want.config.architecture) == want.config
+    assert found.weights.keys() == want.weights.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in want.tensors.items())

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 # The matrix has one quantised level; here its cases take turns at the formats that are made on load.
-FORMATS = cycle(["int8", "fp8"])
+FORMATS = cycle(["int8", "fp8", "int4"])
 CASES = [
     case if case["quantization"] == "none" else {**case, "quantization": next(FORMATS)}
     for case in (*MATRIX, *GRAMMAR_MATRIX)

@@ -47,7 +47,7 @@ MAKERS: dict[str, Callable[[Tensor], WeightTensor]] = {
 
 
 def pack_stored(ops: Any, weight: WeightTensor) -> Any:
-    """Pack a weight in its own format, also one that engines refuse."""
+    """Pack a weight in its own format."""
     return ops.forward.pack_quantized(weight.format, weight.data, weight.scales, None, weight.zeros)
 
 
@@ -129,7 +129,7 @@ def test_fused_norm_and_epilogues_have_the_bits_of_separate_ops(ops: Any, name: 
         ops.forward.linear(ops.forward.rms_norm_input(x, norm, 1e-5, packed), packed),
         ops.forward.linear(ops.forward.rms_norm(x, norm, 1e-5), packed),
     )
-    assert torch.equal(ops.forward.linear_silu_mul(rows, packed), ops.forward.silu_mul(plain))
+    assert torch.equal(ops.forward.linear_act_mul(rows, packed), ops.forward.act_mul(plain))
     line = torch.arange(count, device="cuda")
     table = torch.arange(1024, device="cuda", dtype=torch.int32)[None].contiguous()
     these = Rows(line, line, torch.zeros_like(line), line, table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -48,12 +48,14 @@ def _pair(names: list[str], a: str, i: int, b: str, j: int) -> Pair:
     return (a, i, b, j) if names.index(a) < names.index(b) else (b, j, a, i)
 
 
-def each_level(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a few of `cases` that still have every level of every factor, greedily."""
+def each_level(
+    cases: Sequence[Mapping[str, Any]], cost: Callable[[Mapping[str, Any]], float] = lambda case: 1.0
+) -> list[Mapping[str, Any]]:
+    """Return a few of `cases` that still have every level of every factor: greedily, most levels by cost."""
     levels = [{(name, str(level)) for name, level in case.items()} for case in cases]
     missing, chosen = set().union(*levels), []
     while missing:
-        best = max(range(len(cases)), key=lambda i: len(levels[i] & missing))
+        best = max(range(len(cases)), key=lambda i: len(levels[i] & missing) / cost(cases[i]))
         missing -= levels[best]
         chosen.append(cases[best])
     return chosen

@@ -208,9 +208,17 @@ class Setup:
             return tiny.engine(self.arch, self.dtype, spec, backend=self.backend, device=self.device, **sizes)
 
 
+def reference_run(case: Case, setup: Setup, fresh: bool = False) -> tiny.Record:
+    """Serve one request alone, without speculation, its prompt in one chunk.
+
+    Results are cached, also for requests that differ in what has no meaning alone. `fresh`: not.
+    """
+    case = replace(case, priority=0, salt=None, enabled=True, k=None)
+    return (_reference_run.__wrapped__ if fresh else _reference_run)(case, setup)
+
+
 @cache
-def reference_run(case: Case, setup: Setup) -> tiny.Record:
-    """Serve one request alone, without speculation, its prompt in one chunk."""
+def _reference_run(case: Case, setup: Setup) -> tiny.Record:
     request = case.request(plain=True)
     return tiny.run(setup.engine(), [request])[request.id]
 
@@ -266,8 +274,7 @@ class Batch:
 
     def differences(self, fresh: bool = False) -> list[str]:
         """Return differences from the reference runs; `fresh` computes these again, for a broken engine."""
-        run = reference_run.__wrapped__ if fresh else reference_run
-        alone = {str(a.index): run(a, self.setup) for a in self.cases}
+        alone = {str(a.index): reference_run(a, self.setup, fresh) for a in self.cases}
         records = self.serve({name: record.token_ids for name, record in alone.items()})
         found = []
         for case in self.cases:
