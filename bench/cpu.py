@@ -1,9 +1,13 @@
 """Decode speed on this CPU, all sides in one run; the last line of stdout is JSON.
 
     python bench/cpu.py [--tokens 128] [--rounds 5] [--model smollm2-135m] [--skip-transformers]
+    python bench/cpu.py --peer PYTHON|URL [--model FILE.gguf]
 
 Sides: transformers (bf16, the same weights), Draftproof without and with n-gram drafts, on free text and on
-a copy task at batch 1, and at batch 8. The memory floor is the time in which the weights can be read once
+a copy task at batch 1, and at batch 8. With --peer the other side is llama.cpp, and both compute from the
+blocks of one GGUF file, a long prompt too: give a Python that has `xllamacpp` (pip install xllamacpp in an
+environment of its own), or the URL of a llama.cpp server with the same file and number of threads. The memory
+floor is the time in which the weights can be read once
 at the bandwidth measured in the same run. Rounds are interleaved, so a slow minute of the machine affects
 all sides; ratios are medians of the rounds' ratios.
 """
@@ -16,10 +20,12 @@ import time
 from typing import Any
 
 import torch
-from common.measure import finish, read_bandwidth
+from common.llama_peer import LlamaPeer
+from common.measure import finish, instructions, read_bandwidth
 from common.transformers_peer import load_peer
 
 from draftproof import LLM, SamplingParams
+from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.types import Request
 
@@ -41,9 +47,9 @@ SPECULATION = {"method": "ngram", "num_speculative_tokens": 7}
 class Ours:
     """Engine for all sides: plain and speculative requests differ by one option."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, quantization: str) -> None:
         self.llm = LLM(
-            model, dtype="bfloat16", quantization="none", speculative_config=SPECULATION, max_num_seqs=8
+            model, dtype="bfloat16", quantization=quantization, speculative_config=SPECULATION, max_num_seqs=8
         )
 
     def prompt(self, text: str, chat: bool) -> list[int]:
@@ -67,6 +73,15 @@ class Ours:
             if begin == 0.0 and len(started) == len(prompts):
                 begin, counted = time.perf_counter(), total
         return (total - counted) / (time.perf_counter() - begin)
+
+    def prompt_rate(self, ids: list[int], salt: str) -> float:
+        """Return prompt tokens a second; nothing of the prompt is cached under a new salt."""
+        params = SamplingParams(temperature=0, max_tokens=1, cache_salt=salt)
+        engine, begin = self.llm.engine, time.perf_counter()
+        engine.add(Request(id="prompt", prompt_token_ids=ids, params=params, seed=0))
+        while engine.has_work:
+            engine.step()
+        return len(ids) / (time.perf_counter() - begin)
 
     def parts(self, ids: list[int], tokens: int) -> dict[str, float]:
         """Return the milliseconds of a plain decode step by part."""
@@ -133,14 +148,23 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt-tokens", type=int, default=1500, help="of the long prompt beside a peer")
     parser.add_argument("--skip-transformers", action="store_true")
+    parser.add_argument("--peer", metavar="PYTHON|URL", help="compare with llama.cpp instead of transformers")
     options = parser.parse_args()
-    ours = Ours(options.model)
-    theirs = None if options.skip_transformers else Transformers(options.model)
-    weights = sum(t.numel() * 2 for t in load_checkpoint(options.model, dtype="bfloat16").tensors.values())
+    file = find_model(options.model)
+    ours = Ours(options.model, "gguf" if options.peer else "none")
+    theirs = None if options.skip_transformers or options.peer else Transformers(options.model)
+    peer = LlamaPeer(options.peer, file, torch.get_num_threads()) if options.peer else None
+    if peer is not None:
+        weights = file.stat().st_size
+    else:
+        tensors = load_checkpoint(options.model, dtype="bfloat16").tensors
+        weights = sum(tensor.numel() * 2 for tensor in tensors.values())
     free = [ours.prompt(text, chat=True) for text in FREE]
     copy = ours.prompt(COPY, chat=False)
     eight = [ours.prompt(f"{text} Answer in style {i}.", chat=True) for i in range(3) for text in FREE][:8]
+    long = ours.prompt(PASSAGE * 25, chat=False)[: options.prompt_tokens]
     n = options.tokens
     ours.rate([free[0]], 8, True)  # compile
     rounds = []
@@ -156,9 +180,16 @@ def main() -> None:
         if theirs is not None:
             figures["transformers_free"] = theirs.rate(ids, min(n, 64))
             figures["transformers_copy"] = theirs.rate(copy, min(n, 64))
+        if peer is not None:
+            figures["prompt"] = ours.prompt_rate(long, f"round {i}")
+            figures["llama_cpp_prompt"] = peer.speeds(long, 2)[0]
+            figures["llama_cpp_free"] = peer.speeds(ids, n)[1]
+            figures["llama_cpp_copy"] = peer.speeds(copy, n)[1]
         rounds.append(figures)
         print("  ".join(f"{name} {value:.1f}" for name, value in figures.items()), flush=True)
-    report(options, rounds, ours.parts(free[0], n), weights, theirs)
+    if peer is not None:
+        peer.close()
+    report(options, rounds, ours.parts(free[0], n), weights, theirs, peer)
 
 
 def report(
@@ -167,6 +198,7 @@ def report(
     parts: dict[str, float],
     weights: int,
     theirs: Transformers | None,
+    peer: LlamaPeer | None,
 ) -> None:
     """Print medians and ratios."""
 
@@ -184,6 +216,11 @@ def report(
     if theirs is not None:
         ratios["plain_over_transformers"] = ratio("free_plain", "transformers_free")
         ratios["copy_ngram_over_transformers"] = ratio("copy_ngram", "transformers_copy")
+    if peer is not None:
+        ratios["plain_over_llama_cpp"] = ratio("free_plain", "llama_cpp_free")
+        ratios["copy_plain_over_llama_cpp"] = ratio("copy_plain", "llama_cpp_copy")
+        ratios["copy_ngram_over_llama_cpp"] = ratio("copy_ngram", "llama_cpp_copy")
+        ratios["prompt_over_llama_cpp"] = ratio("prompt", "llama_cpp_prompt")
     print("median tok/s:", rates)
     print("ratios:", ratios)
     print("a plain step, ms:", {name: round(value, 2) for name, value in parts.items()})
@@ -191,7 +228,7 @@ def report(
         "cpu",
         {
             "model": options.model,
-            "dtype": "bfloat16",
+            "weights": "GGUF blocks" if peer else "bfloat16",
             "tokens": options.tokens,
             "rounds": options.rounds,
             "weight_bytes": weights,
@@ -199,6 +236,8 @@ def report(
             "ratios": ratios,
             "plain_step_ms": {name: round(value, 3) for name, value in parts.items()},
             "transformers": theirs.version if theirs else None,
+            "llama_cpp": peer.about if peer else None,
+            "instructions": instructions(),
         },
     )
 

@@ -3,12 +3,15 @@
     python bench/gpu.py [--model smollm2-135m] [--parts bits,control,speed,logprobs,fast,floor,profile,…]
                         [--tokens 256] [--batches 1,8,64,256] [--seconds 500] [--quantization int8]
                         [--kv-cache-dtype fp8]
+    python bench/gpu.py --shape qwen3-30b-a3b --parts speed,logprobs,experts,floor --tokens 128 --tasks chat
 
+--shape: dummy weights in the shape of a public model, made without a download.
 bits, control: exactness, see `common/gpu_exactness.py`. logprobs: their cost, see `common/gpu_logprobs.py`.
 speed: tokens a second of `LLM.generate`, prefill and detokenisation included, sides in turn.
 fast: numerics="fast" against "exact". floor: limit by memory bandwidth. profile: time of a step by kernel.
 kv: step time of decoding at a long context by kv_cache_dtype, `--kv-context` tokens, `--kv-batch` requests.
 transformers: its speed and its logits, on the same weights.
+experts: how many experts of a layer one step of decoding touches; their weights bound its speed from below.
 Parts without time left are skipped and named. Prompts: bench/common/prompts.py.
 With dummy weights (--load-format dummy) a config with tied embeddings repeats its last token, so drafts from
 the text are accepted; with an untied head they are rejected.
@@ -21,6 +24,7 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import product
@@ -32,6 +36,9 @@ from common.gpu_engine import SETTINGS, Bench, decoding, heat, kernels_of, param
 from common.gpu_exactness import bits, control
 from common.gpu_logprobs import logprobs
 from common.measure import finish
+from common.shapes import SHAPES, write_shape
+
+from draftproof.ops import LatentAttention, Moe
 
 ROUNDS = 3
 READ = 4 << 30  # bytes at most for the measurement of the bandwidth
@@ -123,6 +130,12 @@ def profile(bench: Bench) -> dict[str, Any]:
     return out
 
 
+def bytes_of(packed: Any) -> int:
+    """Return the bytes of a packed weight with its scales."""
+    parts = (packed.weight, packed.scales, packed.zeros)
+    return sum(part.nbytes for part in parts if part is not None)
+
+
 def floor(bench: Bench) -> dict[str, Any]:
     """Return tokens a second at batch 1 if a step only read the weights, at the bandwidth measured here.
 
@@ -130,14 +143,23 @@ def floor(bench: Bench) -> dict[str, Any]:
     """
     llm = bench.llm()
     model, ops = llm.engine.runner.model, llm.engine.ops
-    attention, mlp = ([getattr(layer, name) for layer in model.layers] for name in ("attention", "mlp"))
-    packed = [p for one in attention for p in (one.qkv, one.out)] + [
-        p for one in mlp for p in (one.gate_up, one.down)
-    ]
+    packed = [p for layer in model.layers for p in (layer.attention.qkv, layer.attention.out)]
     packed.append(model.lm_head)
-    weights = [p.weight for p in packed]
-    parts = (part for p in packed for part in (p.weight, p.scales, p.zeros))
-    size = sum(part.nbytes for part in parts if part is not None)
+    sizes = [bytes_of(p) for p in packed]
+    for latent in (a for a in (layer.attention for layer in model.layers) if isinstance(a, LatentAttention)):
+        sizes += [latent.key_up.nbytes, latent.value_up.nbytes]
+        sizes += [] if latent.q_up is None else [bytes_of(latent.q_up)]
+    for mlp in (layer.mlp for layer in model.layers):
+        if isinstance(mlp, Moe):  # one row reads the router, its own experts and the shared one
+            share = mlp.routing.top_k / mlp.routing.num_experts
+            packed += [mlp.gate_up, mlp.down]
+            sizes += [round(share * bytes_of(p)) for p in (mlp.gate_up, mlp.down)]
+            sizes.append(mlp.router.linear.weight.nbytes)
+            mlp = mlp.shared
+        if mlp is not None:
+            packed += [mlp.gate_up, mlp.down]
+            sizes += [bytes_of(p) for p in (mlp.gate_up, mlp.down)]
+    weights, size = [p.weight for p in packed], sum(sizes)
     held = max((*weights, *llm.engine.runner.caches), key=lambda t: t.numel() * t.element_size())
     large = held.view(-1).view(torch.int64)[: READ >> 3]
     seconds = min(ops.runtime.seconds(reader, 10) for reader in (large.max, large.view(torch.float32).amax))
@@ -145,6 +167,32 @@ def floor(bench: Bench) -> dict[str, Any]:
     found = {"weights": size, "GB/s": round(rate / 1e9), "tok/s": round(rate / size, 1)}
     print("floor", found, flush=True)
     return found
+
+
+def experts(bench: Bench) -> dict[str, Any]:
+    """Return the mean number of experts that the rows of one step select, over layers and steps."""
+    from draftproof.ops.triton.moe import op
+
+    llm, out, route = bench.llm(enforce_eager=True), {}, op.route
+    for batch in bench.options.batches:
+        counts: list[int] = []
+
+        def counted(x: Any, *args: Any, counts: list[int] = counts, rows: int = batch) -> Any:
+            found = route(x, *args)
+            if len(x) == rows:
+                counts.append(len(found.experts.unique()))
+            return found
+
+        op.route = counted
+        prompts = bench.prompts("chat", batch)
+        with decoding(llm.engine, prompts, params_of(batch, 64, speculative=False)):
+            counts.clear()
+            for _ in range(8):
+                llm.engine.step()
+        op.route = route
+        out[str(batch)] = round(statistics.mean(counts), 1) if counts else 0
+        print("experts", batch, out[str(batch)], flush=True)
+    return out
 
 
 def kv(bench: Bench) -> dict[str, Any]:
@@ -175,7 +223,9 @@ def transformers(bench: Bench) -> dict[str, Any]:
     return side_by_side(llm, bench.prompts("chat", 8), bench.options.tokens, load_format=kind)
 
 
-PARTS = {f.__name__: f for f in (bits, control, speed, logprobs, fast, floor, profile, kv, transformers)}
+PARTS = {
+    f.__name__: f for f in (bits, control, speed, logprobs, fast, floor, profile, kv, transformers, experts)
+}
 
 
 def main() -> None:
@@ -183,6 +233,8 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--shape", choices=SHAPES, help="dummy weights in this shape instead of --model")
+    parser.add_argument("--layers", type=int, default=0, help="number of layers of --shape; 0: all")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--quantization", default="none", help="none, int8, fp8 or int4, made on load")
@@ -202,8 +254,12 @@ def main() -> None:
     parser.add_argument("--logprob-seconds", type=float, default=100, help="of the part logprobs")
     parser.add_argument("--save", type=Path, help="write the figures after every part")
     options = parser.parse_args()
+    if options.shape:
+        folder = Path(tempfile.mkdtemp(prefix="draftproof-shape-")) / options.shape
+        options.model, options.load_format = write_shape(options.shape, folder, options.layers), "dummy"
     bench = Bench(options)
-    found: dict[str, Any] = {"model": options.model, "quantization": options.quantization}
+    model = options.shape or options.model
+    found: dict[str, Any] = {"model": model, "quantization": options.quantization}
     for name in options.parts:
         begin = time.monotonic()
         found[name] = "no time left" if bench.late else PARTS[name](bench)

@@ -2,9 +2,11 @@
 
     python bench/head.py --prompts spec_bench.jsonl [--device cuda] [--head FOLDER] [--parts acceptance,speed]
                          [--batches 1,8,64,256] [--methods eagle3,ngram,suffix,hybrid] [--tokens 256]
+                         [--kind mtp --model FOLDER -k 3]
 
 The last line of stdout is JSON. The prompts are lines with `task` and `turns` (or `prompt`), as in
-Spec-Bench; the first turn is sent in the model's chat format. Without --head the bundled head is used.
+Spec-Bench; the first turn is sent in the model's chat format. Without --head the bundled head is used,
+or with --kind mtp the MTP layer of the model's own checkpoint.
 acceptance: always K drafts (adaptive off), temperature 0 and 1, the latter with shared noise and with argmax
 drafts; per task, and the mean of the tasks.
 speed: temperature 0, adaptive on. A batch is kept full and its prompts are in the prefix cache, so decoding
@@ -38,7 +40,7 @@ from draftproof.models.hub import find_model
 from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, Request
 
-BARS = {"greedy": 2.3, "shared": 2.0, "shared over argmax": 0.25}
+BARS = {"eagle3": {"greedy": 2.3, "shared": 2.0, "shared over argmax": 0.25}, "mtp": {"greedy": 2.2}}
 SPEED_BARS = {"cuda": {1: 1.5, 8: 1.3, 64: 0.98, 256: 0.98}, "cpu": {1: 1.4}}
 QUIET = 0.03  # share of the processors that other processes may have
 Prompts = dict[str, list[list[int]]]  # by task
@@ -124,10 +126,11 @@ def speculation(options: argparse.Namespace, name: str) -> dict[str, Any] | None
     if name == "plain":
         return None
     if name == "argmax":
-        return {"method": "eagle3", "draft_sampling": "argmax", "num_speculative_tokens": options.k, **head}
-    more: dict[str, Any] = {"eagle3": head}.get(name, {})
+        drafts = {"draft_sampling": "argmax", "num_speculative_tokens": options.k}
+        return {"method": options.kind, **drafts, **head}
+    more: dict[str, Any] = head if name == options.kind else {}
     if name == "hybrid":
-        more = {"proposers": [{"method": "eagle3", **head}, {"method": "suffix"}]}
+        more = {"proposers": [{"method": options.kind, **head}, {"method": "suffix"}]}
     return {"method": name, "num_speculative_tokens": options.k, **more}
 
 
@@ -149,8 +152,8 @@ def encoded(options: argparse.Namespace, texts: dict[str, list[str]]) -> Prompts
 def acceptance(options: argparse.Namespace, engines: Engines) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, side, temperature in (
-        ("greedy", "eagle3", 0.0),
-        ("shared", "eagle3", 1.0),
+        ("greedy", options.kind, 0.0),
+        ("shared", options.kind, 1.0),
         ("argmax", "argmax", 1.0),
     ):
         cells = {
@@ -161,8 +164,9 @@ def acceptance(options: argparse.Namespace, engines: Engines) -> dict[str, Any]:
         print(f"temperature {temperature:g}, {name}: {json.dumps(found[name])}", flush=True)
     means = {name: cells["mean"]["acceptance length"] for name, cells in found.items()}
     means["shared over argmax"] = round(means["shared"] - means["argmax"], 3)
-    passes = {name: means[name] >= bar for name, bar in BARS.items()}
-    return {"by task": found, "means": means, "bars": BARS, "passes": passes}
+    bars = BARS[options.kind]
+    passes = {name: means[name] >= bar for name, bar in bars.items()}
+    return {"by task": found, "means": means, "bars": bars, "passes": passes}
 
 
 def of_task(llm: LLM, prompts: list[list[int]], temperature: float, options: argparse.Namespace) -> Any:
@@ -350,8 +354,8 @@ def with_ratios(
             pairs = zip(best, times["hybrid"], strict=True)
             found[group]["hybrid over the best other"] = round(statistics.median(s / h for s, h in pairs), 3)
     bar = SPEED_BARS[options.device].get(batch)
-    if bar and "eagle3" in found["all"]["over plain"]:
-        found["bar"], found["passes"] = bar, found["all"]["over plain"]["eagle3"] >= bar
+    if bar and options.kind in found["all"]["over plain"]:
+        found["bar"], found["passes"] = bar, found["all"]["over plain"][options.kind] >= bar
     return found
 
 
@@ -362,12 +366,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", required=True, type=Path, metavar="JSONL")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--head", help="a head's folder; default: the one shipped for the model")
+    parser.add_argument("--kind", choices=tuple(BARS), default="eagle3", help="method of the head")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["acceptance", "speed"])
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")])
-    parser.add_argument(
-        "--methods", type=lambda text: text.split(","), default=["eagle3", "ngram", "suffix", "hybrid"]
-    )
+    parser.add_argument("--methods", type=lambda text: text.split(","), help="default: all four")
     parser.add_argument("-k", type=int, default=4, help="drafts")
     parser.add_argument("--tokens", type=int, default=256, help="of an output, at most")
     parser.add_argument("--each", type=int, help="prompts of a task, at most; default: all")
@@ -379,6 +382,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-tokens", type=int, help="of each engine's cache; default: enough")
     parser.add_argument("--seconds", type=float, default=3600, help="in all; the rest is skipped")
     options = parser.parse_args(arguments)
+    options.methods = options.methods or [options.kind, "ngram", "suffix", "hybrid"]
     options.batches = options.batches or ([1, 8, 64, 256] if options.device == "cuda" else [1])
     options.seqs = options.seqs or (64 if options.device == "cuda" else 8)
     if "speed" in options.parts:

@@ -1,6 +1,7 @@
 """Long run of one engine with a tiny random model; the last line of stdout is JSON.
 
     python bench/soak.py [--requests 2000] [--seed 0] [--pages 18] [--method ngram] [--no-overlap]
+                         [--model llama] [--backend auto]
 
 Requests of random lengths, options, priorities, salts and grammars share few pages. Some are aborted, some
 have a logits processor or a grammar that raises or that makes their logits NaN, and some steps run out of
@@ -28,8 +29,9 @@ from common.measure import finish
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import QueueFullError
-from draftproof.models.config import ModelConfig
+from draftproof.models.config import LatentConfig, ModelConfig, MoeConfig
 from draftproof.models.load import Checkpoint, load_checkpoint
+from draftproof.ops.contract.types import Routing
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import Request
@@ -47,6 +49,19 @@ MODEL: dict[str, Any] = {
     "intermediate_size": 48,
     "max_position": 256,
     "eos_token_ids": (EOS,),
+}
+MODELS: dict[str, dict[str, Any]] = {  # differences to MODEL
+    "llama": {},
+    "latent": {
+        "architecture": "DeepseekV3ForCausalLM",
+        "latent": LatentConfig(q_rank=24, kv_rank=32, nope_dim=12, value_dim=10, scale=0.2),
+        "num_kv_heads": 4,
+    },
+    "experts": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "qk_norm": True,
+        "moe": MoeConfig(Routing(num_experts=8, top_k=2), intermediate_size=16),
+    },
 }
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -139,29 +154,41 @@ class Received:
         return all(repr(mine) == repr(theirs[: len(mine)]) for mine, theirs in pairs)
 
 
-def weights() -> Checkpoint:
+def weights(model: str) -> Checkpoint:
     """Return large random weights: with usual ones the logits hardly depend on the context."""
-    made = load_checkpoint(ModelConfig(**MODEL), dtype="float32", load_format="dummy", seed=3)
+    made = load_checkpoint(
+        ModelConfig(**{**MODEL, **MODELS[model]}), dtype="float32", load_format="dummy", seed=3
+    )
     for name, tensor in made.tensors.items():
         if tensor.dim() == 2:
             tensor *= 16 if "embed" in name or "lm_head" in name else 8
     return made
 
 
-def engine(**options: Any) -> Engine:
-    """Build an engine of the tiny model."""
+def engine(model: str, **options: Any) -> Engine:
+    """Build an engine of a tiny model."""
     sizes = {"max_model_len": 192, "max_num_batched_tokens": 48, "page_size": 8, "max_logprobs": -1}
     common = {"model": "tiny", "device": "cpu", "warm_up": False, **sizes}
-    return Engine(EngineConfig(**{**common, **options}), weights())
+    return Engine(EngineConfig(**{**common, **options}), weights(model))
 
 
 class Soak:
     """One engine, its requests and what was wrong with them."""
 
-    def __init__(self, seed: int = 0, pages: int = 18, method: str = "ngram", overlap: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        pages: int = 18,
+        method: str = "ngram",
+        overlap: bool = True,
+        model: str = "llama",
+        backend: str = "auto",
+    ) -> None:
         self.chance = random.Random(seed)
         speculative = SpeculativeConfig(method=method, num_speculative_tokens=4)
         self.target = engine(
+            model,
+            backend=backend,
             max_num_seqs=8,
             max_num_waiting=6,
             kv_cache_tokens=pages * 8,
@@ -171,7 +198,9 @@ class Soak:
         )
         self.lost_steps = 0
         self.target.loop.device.run = self.unreliable(self.target.loop.device.run)  # type: ignore[method-assign]
-        self.alone = engine(max_num_seqs=1, enable_prefix_caching=False, overlap=False)
+        self.alone = engine(
+            model, backend=backend, max_num_seqs=1, enable_prefix_caching=False, overlap=False
+        )
         self.systems = [[self.chance.randrange(3, VOCAB) for _ in range(40)] for _ in range(3)]
         self.count = 0
         self.refused = self.aborted = 0
@@ -327,10 +356,18 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=18)
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--model", choices=MODELS, default="llama")
+    parser.add_argument("--backend", default="auto")
     args = parser.parse_args()
     logging.getLogger("draftproof").setLevel(logging.CRITICAL)  # every lost step is logged
     figures = soak(
-        args.requests, seed=args.seed, pages=args.pages, method=args.method, overlap=not args.no_overlap
+        args.requests,
+        seed=args.seed,
+        pages=args.pages,
+        method=args.method,
+        overlap=not args.no_overlap,
+        model=args.model,
+        backend=args.backend,
     )
     finish("soak", figures)
     if figures["num_wrong"]:

@@ -97,21 +97,28 @@ def read_tasks(path: Path | None, names: list[str]) -> dict[str, list[str]]:
 
 
 def measure_cell(sides: dict[str, Checkout], batches: list[list[list[int]]], params: dict[str, Any]) -> Any:
-    """Return rates of both sides by round, and the number of rounds whose output differs."""
+    """Return rates and counts of both sides by round, and the number of rounds whose output differs."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
+    counts: dict[str, list[tuple[int, ...]]] = {name: [] for name in sides}
     num_different = 0
     for number, prompts in enumerate(batches):
         digests = set()
         for name in list(sides) if number % 2 else reversed(list(sides)):
             reply = sides[name].call(prompts=prompts, params=params)
             rates[name].append(reply["tokens"] / reply["seconds"])
+            counts[name].append((reply["steps"], reply["drafts"], reply["accepted"]))
             digests.add(reply["digest"])
         num_different += len(digests) > 1
-    return rates, num_different
+    return rates, counts, num_different
 
 
-def summarize(rates: dict[str, list[float]], num_different: int) -> dict[str, Any]:
-    """Return medians of both sides and the ratio with its quartiles."""
+def summarize(
+    rates: dict[str, list[float]], counts: dict[str, list[tuple[int, ...]]], num_different: int
+) -> dict[str, Any]:
+    """Return medians of both sides, the ratio with its quartiles, and mean counts of a round.
+
+    Counts: steps of the request with the most, drafts and accepted drafts of all requests.
+    """
     ratios = sorted(new / old for new, old in zip(rates["new"], rates["old"], strict=True))
     count = len(ratios)
     return {
@@ -121,6 +128,10 @@ def summarize(rates: dict[str, list[float]], num_different: int) -> dict[str, An
         "quartiles": [round(ratios[count // 4], 3), round(ratios[(3 * count) // 4], 3)],
         "rounds": count,
         "different": num_different,
+        "steps, drafts, accepted": {
+            name: [round(statistics.mean(column)) for column in zip(*rows, strict=True)]
+            for name, rows in counts.items()
+        },
     }
 
 

@@ -81,6 +81,14 @@ def hardware() -> dict[str, Any]:
     return found
 
 
+def instructions() -> list[str]:
+    """Return the vector and matrix instructions of this processor that change the speed of products."""
+    features = binding.get_host_cpu_features()
+    names = ("neon", "dotprod", "i8mm", "bf16", "sve", "sve2", "avx2", "avx512f", "avx512vnni", "avxvnni")
+    names += ("avx512bf16", "amx-tile", "amx-int8", "amx-bf16")
+    return [name for name in names if features.get(name)]
+
+
 def commit() -> str:
     """Return the commit of the working tree."""
     done = subprocess.run(

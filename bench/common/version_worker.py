@@ -33,7 +33,15 @@ def run(llm: LLM, prompts: list[list[int]], options: dict[str, Any]) -> dict[str
             ]
             digest.update(repr(rows).encode())
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return {"tokens": tokens, "seconds": seconds, "digest": digest.hexdigest()}
+    counts = [output.metrics for output in outputs]
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "digest": digest.hexdigest(),
+        "steps": max(one.num_steps for one in counts),
+        "drafts": sum(one.num_draft_tokens for one in counts),
+        "accepted": sum(one.num_accepted_tokens for one in counts),
+    }
 
 
 def main() -> None:

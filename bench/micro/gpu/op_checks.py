@@ -86,7 +86,7 @@ def elementwise_is_right(ops: TritonOps) -> None:
             wants = ref.forward.add_rms_norm(x.cpu(), residual.cpu(), weight.cpu(), 1e-5)
             close(got[0], wants[0], dtype, "add_rms_norm")
             assert torch.equal(got[1].cpu(), wants[1]), "sum of add_rms_norm"
-            close(ops.forward.silu_mul(both), ref.forward.silu_mul(both.cpu()), dtype, "silu_mul")
+            close(ops.forward.act_mul(both), ref.forward.act_mul(both.cpu()), dtype, "act_mul")
             tokens = torch.tensor([4, 0, 4], device=GPU)
             assert torch.equal(ops.forward.embed(tokens, x), x[tokens]), "embed"
 
@@ -274,7 +274,7 @@ def other_rows_stand_alone(ops: TritonOps) -> None:
             1000,
             "add_rms_norm",
         )
-        rows_alone(lambda a, n: ops.forward.silu_mul(x[a : a + n]), 1000, "silu_mul")
+        rows_alone(lambda a, n: ops.forward.act_mul(x[a : a + n]), 1000, "act_mul")
     logits, (seeds, positions) = logits_of(256, 49152), keys(256)
     limits = (
         torch.full((256,), 40, device=GPU),
@@ -362,10 +362,10 @@ def two_ops_in_one(ops: TritonOps) -> None:
             want = ops.forward.rope_store(product, rows, attention, table, caches[1], 1e-6)
             assert torch.equal(got, want) and torch.equal(*caches), f"linear_rope_store, {count} rows"
             got, want = (
-                ops.forward.linear_silu_mul(x[:count], gate_up),
-                ops.forward.silu_mul(ops.forward.linear(x[:count], gate_up)),
+                ops.forward.linear_act_mul(x[:count], gate_up),
+                ops.forward.act_mul(ops.forward.linear(x[:count], gate_up)),
             )
-            assert torch.equal(got, want), f"linear_silu_mul, {count} rows"
+            assert torch.equal(got, want), f"linear_act_mul, {count} rows"
 
 
 def cublas_everywhere_is_noticed(ops: TritonOps) -> None:

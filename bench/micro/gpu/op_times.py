@@ -128,7 +128,7 @@ def small_times(ops: TritonOps) -> dict[str, Any]:
                 "embed": lambda: ops.forward.embed(tokens, x),
                 "rms_norm": lambda: ops.forward.rms_norm(x, weight, 1e-6),
                 "add_rms_norm": lambda: ops.forward.add_rms_norm(x, x, weight, 1e-6),
-                "silu_mul": lambda: ops.forward.silu_mul(both),
+                "act_mul": lambda: ops.forward.act_mul(both),
                 "rope_store": lambda: ops.forward.rope_store(
                     qkv, at, Attention(heads, None, None), table, paged.cache, 1e-6
                 ),

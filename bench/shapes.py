@@ -1,0 +1,122 @@
+"""Speed of public model shapes with dummy weights on a GPU; the last line of stdout is JSON.
+
+    python bench/shapes.py [--shape llama-3-8b] [--quantization int8] [--kv-cache-dtype fp8]
+                           [--parts short] [--batches 1,8,64,256,512] [--contexts 16384]
+                           [--long-batches 1,16]
+
+short: tokens a second of `LLM.generate`, prefill included: prompts of 50 to 1000 tokens, 128 new tokens.
+long: seconds of the prefill of all prompts of `--contexts` tokens, then tokens a second of decoding alone.
+No proposer is configured. `bench/gpu.py --shape … --parts floor` gives the limit by memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common.gpu_engine import decoding, heat, params_of, steps_of, timed
+from common.measure import finish
+from common.prompts import chat_prompts
+from common.shapes import SHAPES, write_shape
+
+from draftproof import LLM
+
+
+def build(options: argparse.Namespace, folder: Path, **sizes: Any) -> LLM:
+    """Build an engine of the shape, without a proposer."""
+    begin = time.monotonic()
+    llm = LLM(
+        write_shape(options.shape, folder),
+        load_format="dummy",
+        dtype="bfloat16",
+        device=options.device,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+        enable_prefix_caching=False,
+        **sizes,
+    )
+    print(f"{llm.engine.describe()}: {time.monotonic() - begin:.1f} s to start", flush=True)
+    return llm
+
+
+def short(options: argparse.Namespace, llm: LLM) -> dict[str, Any]:
+    """Measure `LLM.generate` by batch: median over rounds, the first round not counted."""
+    found: dict[str, Any] = {}
+    for batch in options.batches:
+        prompts = chat_prompts(batch, llm.engine.limits.vocab_size, None)
+        for logprobs in options.logprobs:
+            params = params_of(batch, options.tokens, logprobs=logprobs)
+            timed(llm, prompts, params)
+            heat(0.5)
+            rates = [timed(llm, prompts, params)["tok/s"] for _ in range(options.rounds)]
+            name = str(batch) if logprobs is None else f"{batch}, logprobs={logprobs}"
+            found[name] = round(statistics.median(rates), 1)
+            print("short", name, found[name], [round(rate, 1) for rate in rates], flush=True)
+    return found
+
+
+def long(options: argparse.Namespace, llm: LLM, context: int, batch: int) -> dict[str, Any]:
+    """Measure the prefill of `batch` prompts and the decoding after it."""
+    engine, draw = llm.engine, random.Random(7)
+    vocab = engine.limits.vocab_size
+    prompts = [[draw.randrange(3, vocab) for _ in range(context)] for _ in range(batch)]
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    with decoding(engine, prompts, params_of(batch, 600)):
+        torch.cuda.synchronize()
+        prefill = time.perf_counter() - begin
+        seconds = statistics.median(steps_of(engine, 40) for _ in range(5))
+    found = {"prefill_s": round(prefill, 3), "decode_tok_per_s": round(batch / seconds, 1)}
+    print("long", context, batch, found, flush=True)
+    return found
+
+
+def main() -> None:
+    """Run the chosen parts."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--shape", default="llama-3-8b", choices=SHAPES)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quantization", default="none", help="none, int8, fp8 or int4, made on load")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=["short", "long"])
+    numbers = {"type": lambda text: [int(n) for n in text.split(",")]}
+    parser.add_argument("--batches", **numbers, default=[1, 8, 64, 256, 512])
+    parser.add_argument("--contexts", **numbers, default=[16384])
+    parser.add_argument("--long-batches", **numbers, default=[1, 16])
+    parser.add_argument(
+        "--logprobs",
+        type=lambda text: [None if n == "none" else int(n) for n in text.split(",")],
+        default=[None],
+    )
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    found: dict[str, Any] = {"shape": options.shape, "quantization": options.quantization}
+    found["kv_cache_dtype"] = options.kv_cache_dtype
+    with tempfile.TemporaryDirectory() as folder:
+        if "short" in options.parts:
+            llm = build(options, Path(folder), max_model_len=1280, max_num_seqs=max(options.batches))
+            found["short"] = short(options, llm)
+            llm.close()
+            del llm
+        if "long" in options.parts:
+            sizes = {"max_model_len": max(options.contexts) + 1024, "max_num_seqs": max(options.long_batches)}
+            llm = build(options, Path(folder), **sizes)
+            for context in options.contexts:
+                for batch in options.long_batches:
+                    name = f"context {context}, batch {batch}"
+                    long(options, llm, context=min(context, 2048), batch=batch)  # warm-up
+                    found.setdefault("long", {})[name] = long(options, llm, context=context, batch=batch)
+            llm.close()
+    finish("shapes", found)
+
+
+if __name__ == "__main__":
+    main()
