@@ -5,7 +5,7 @@ STAMP := .venv/.ready
 # Compiled files are kept, also where the environment forbids it: otherwise every process compiles the tests again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: docs setup demo test test-fast lint bench test-gpu test-page test-clients
+.PHONY: docs setup demo test test-fast lint bench test-gpu test-multi-gpu test-page test-clients test-ray
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu/test_gpu.py
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu/test_train_gpu.py
 
+# On a machine with at least 2 GPUs, with its own python: tensor parallelism over NCCL.
+test-multi-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu/test_multi_gpu.py
+
 # The page in the Chromium of this machine (Debian: apt install chromium).
 test-page: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,page]"
@@ -52,3 +56,10 @@ test-page: setup
 # Clients of other projects against the server, each in an environment of its own under .clients (needs npm).
 test-clients: setup
 	$(BIN)/python tests/clients/run.py
+
+# Replicas on Ray Serve, on this machine, in an environment of its own under .ray.
+test-ray:
+	@test -x .ray/bin/python || $(PYTHON) -m venv .ray
+	.ray/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
+	.ray/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,ray]"
+	.ray/bin/python -m pytest tests/serve/test_ray.py
