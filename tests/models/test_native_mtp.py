@@ -25,6 +25,7 @@ from draftproof.models.quantized.write import OUTPUT_FORMATS, quantization_confi
 from draftproof.models.registry import MODELS
 from draftproof.propose.draft_rounds import DraftRounds
 from draftproof.propose.head import MtpProposer
+from draftproof.propose.mtp_chain import ChainRows, MtpChain
 from draftproof.sampling_params import SamplingParams
 from exact import Batch, Case, Setup
 
@@ -52,9 +53,9 @@ def engine(folder: str, spec: dict[str, Any] | None, **options: Any) -> Engine:
     return Engine(EngineConfig(model=folder, speculative=speculative, **sizes), load_checkpoint(folder))
 
 
-def largest_difference(form: str, k: int) -> float:
-    """Return `difference` of the tiny model with an MTP layer of this form."""
-    return difference(mtp_models.model(form), mtp_models.plain_reading(form), k)
+def largest_difference(form: str, k: int, layers: int = 1) -> float:
+    """Return `difference` of the tiny model with MTP layers of this form."""
+    return difference(mtp_models.model(form, layers=layers), mtp_models.plain_reading(form, layers), k)
 
 
 def difference(folder: str, plain: mtp_models.PlainMtp, k: int, **options: Any) -> float:
@@ -81,10 +82,41 @@ def test_drafts_are_those_of_the_published_definition(form: str, k: int) -> None
     assert largest_difference(form, k) < 1e-4
 
 
+@pytest.mark.parametrize(("layers", "k"), [(2, 1), (2, 2), (2, 4), (3, 3), (3, 4)])
+@pytest.mark.parametrize("form", MTP_FORMS)
+def test_each_layer_of_a_chain_makes_one_draft_and_the_last_the_others(
+    form: str, layers: int, k: int
+) -> None:
+    assert largest_difference(form, k, layers) < 1e-4
+
+
+@pytest.mark.control
+@pytest.mark.parametrize("bug", ["first layer again", "nothing kept", "rows of drafts"])
+def test_control_defect_in_a_chain_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bug == "first layer again":
+        monkeypatch.setattr(MtpChain, "layer_of", lambda self, draft: draft % len(self.models))
+    if bug == "nothing kept":  # from one step to the next
+        run_step = MtpChain.run_step
+
+        def forgetful(self: Any, *given: Any) -> Any:
+            self._has_last.fill_(False)
+            return run_step(self, *given)
+
+        monkeypatch.setattr(MtpChain, "run_step", forgetful)
+    if bug == "rows of drafts":  # only the last of them is computed
+        before = ChainRows.before
+
+        def last_row(self: Any, others: Any, entries: int) -> Any:
+            return before(self, others, entries).last_of(entries)
+
+        monkeypatch.setattr(ChainRows, "before", last_row)
+    assert largest_difference("deepseek", 4, 3) > 1e-2
+
+
 @pytest.mark.parametrize("family", [f for f in mtp_models.FAMILIES if f"{f}ForCausalLM" in MODELS])
-def test_experts_and_latent_attention_work_inside_an_mtp_layer(family: str, tmp_path: Path) -> None:
-    model = mtp_models.save_family(tmp_path, family)
-    plain = mtp_models.PlainMtp(str(tmp_path), mtp_models.FAMILIES[family][0], model)
+def test_experts_and_latent_attention_work_inside_mtp_layers(family: str, tmp_path: Path) -> None:
+    model = mtp_models.save_family(tmp_path, family, layers=2)
+    plain = mtp_models.PlainMtp(str(tmp_path), mtp_models.FAMILIES[family][0], model, layers=2)
     assert difference(str(tmp_path), plain, 3, backend="torch") < 1e-4
     params = SamplingParams(temperature=0.7, max_tokens=12, ignore_eos=True, logprobs=1)
     requests = [tiny.request(i, params) for i in range(2)]
@@ -119,6 +151,7 @@ def test_control_defect_in_the_formula_is_caught(bug: str, monkeypatch: pytest.M
 
 FACTORS: dict[str, list[Any]] = {
     "form": list(MTP_FORMS),
+    "layers": [1, 3],
     "proposers": [("mtp",), ("mtp", "ngram"), ("mtp", "suffix", "ngram")],
     "dtype": ["float32", "bfloat16"],
     "temperature": [0.0, 1.0],
@@ -134,7 +167,7 @@ FACTORS: dict[str, list[Any]] = {
 def test_outputs_do_not_change_with_mtp_prefix_cache_preemption_and_hybrid(case: dict[str, Any]) -> None:
     form, dtype = case["form"], case["dtype"]
     members = [{"method": name} for name in case["proposers"]]
-    members[0]["model"] = mtp_models.model(form, dtype)
+    members[0]["model"] = mtp_models.model(form, dtype, case["layers"])
     spec: dict[str, Any] = members[0] if len(members) == 1 else {"method": "hybrid", "proposers": members}
     spec = {**spec, "num_speculative_tokens": case["k"], "adaptive": False}
     cases = [Case(i, case["option"], case["temperature"], length=14 + 9 * i, prompt=False) for i in range(3)]
@@ -204,16 +237,16 @@ def test_config_with_mtp_layers_without_tensors_is_an_error_with_the_reason(tmp_
 
 
 def test_wrong_mtp_tensors_are_named_in_the_error(tmp_path: Path) -> None:
-    tensors = mtp_models.write_model(tmp_path, "qwen2", "mimo")
+    mtp_models.write_model(tmp_path, "qwen2", "mimo")
     path = tmp_path / "model.safetensors"
     stored = load_file(path)
     down = "model.mtp_layers.0.mlp.down_proj.weight"
     save_file({name: tensor for name, tensor in stored.items() if name != down}, path)
     with pytest.raises(LoadError, match=f"its MTP layer: missing {down}"):
         engine(str(tmp_path), {"method": "mtp"})
-    second = {name.replace("mtp_layers.0", "mtp_layers.1"): t.clone() for name, t in tensors.items()}
-    save_file(stored | second, path)
-    with pytest.raises(LoadError, match="2 MTP layers: one is supported"):
+    second = down.replace("mtp_layers.0", "mtp_layers.1")
+    save_file(stored | {second: stored[down].clone()}, path)
+    with pytest.raises(LoadError, match=r"its MTP layer: missing model\.mtp_layers\.1\.token_layernorm"):
         engine(str(tmp_path), {"method": "mtp"})
     unknown = {name.replace("mtp_layers", "mtp_other"): tensor for name, tensor in stored.items()}
     save_file(unknown, path)

@@ -31,31 +31,34 @@ def random_tensor(
     return (1 + 0.3 * values if "norm" in name else 0.2 * values).to(dtype)
 
 
-def mtp_tensors(arch: str, form: str, dtype: torch.dtype = torch.float32, seed: int = 5) -> dict[str, Tensor]:
-    """Return random tensors of an MTP layer under the names of a checkpoint."""
+def mtp_tensors(
+    arch: str, form: str, dtype: torch.dtype = torch.float32, seed: int = 5, layers: int = 1
+) -> dict[str, Tensor]:
+    """Return random tensors of MTP layers under the names of a checkpoint."""
     config, names = tiny.model_config(arch), MTP_FORMS[form]
     hidden, first, generator = config.hidden_size, config.num_layers, torch.Generator().manual_seed(seed)
     shapes: dict[str, tuple[int, ...]] = {}
-    for ours, stored in names.names(0, first).items():
-        if ours not in ("lm_head", "embed_tokens"):
-            shapes[f"{stored}.weight"] = (hidden, 2 * hidden) if ours == "eh_proj" else (hidden,)
     layer = f"model.layers.{first}."
-    for name, shape in expected_tensors(config.with_next_layers(1)).items():
-        if name.startswith(layer):
-            shapes[names.prefix(0, first) + name.removeprefix(layer)] = shape
+    for i in range(layers):
+        for ours, stored in names.names(i, first).items():
+            if ours not in ("lm_head", "embed_tokens"):
+                shapes[f"{stored}.weight"] = (hidden, 2 * hidden) if ours == "eh_proj" else (hidden,)
+        for name, shape in expected_tensors(config.with_next_layers(1)).items():
+            if name.startswith(layer):
+                shapes[names.prefix(i, first) + name.removeprefix(layer)] = shape
     return {name: random_tensor(name, shape, generator, dtype) for name, shape in shapes.items()}
 
 
 def write_model(
-    folder: Path, arch: str, form: str, dtype: str = "float32", **config: Any
+    folder: Path, arch: str, form: str, dtype: str = "float32", layers: int = 1, **config: Any
 ) -> dict[str, Tensor]:
-    """Write a tiny model with an MTP layer; return the tensors of the layer."""
+    """Write a tiny model with MTP layers; return the tensors of the layers."""
     made = tiny.checkpoint(arch, dtype)
     heads.write_model(folder, made.config, made.tensors)
     path, weights = folder / "config.json", folder / "model.safetensors"
-    raw = json.loads(path.read_text()) | {"num_nextn_predict_layers": 1} | config
+    raw = json.loads(path.read_text()) | {"num_nextn_predict_layers": layers} | config
     path.write_text(json.dumps(raw))
-    tensors = mtp_tensors(arch, form, getattr(torch, dtype))
+    tensors = mtp_tensors(arch, form, getattr(torch, dtype), layers=layers)
     stored = {**load_file(weights), **tensors}
     # A norm of ones would hide whether a row was normed once or twice.
     generator, norm = torch.Generator().manual_seed(6), "model.norm.weight"
@@ -65,10 +68,10 @@ def write_model(
 
 
 @cache
-def model(form: str, dtype: str = "float32") -> str:
-    """Return the folder of a tiny model with an MTP layer of this form."""
-    folder = heads.folder(f"mtp-{form}-{dtype}")
-    write_model(folder, FORM_ARCHITECTURES[form], form, dtype)
+def model(form: str, dtype: str = "float32", layers: int = 1) -> str:
+    """Return the folder of a tiny model with MTP layers of this form."""
+    folder = heads.folder(f"mtp-{form}-{dtype}-{layers}")
+    write_model(folder, FORM_ARCHITECTURES[form], form, dtype, layers)
     return str(folder)
 
 
@@ -79,11 +82,15 @@ def model(form: str, dtype: str = "float32") -> str:
 class Definition:
     """Published definition of an MTP layer, without any of this project's tables."""
 
-    names: dict[str, str]  # part -> tensor name; the model of the test has two layers
+    names: dict[str, str]  # part -> tensor name; `{i}`: index of the MTP layer; `{layer}`: of all layers
     layer: str
     combine: Callable[[Tensor, Tensor], Tensor]  # normed embedding, normed hidden -> both side by side
     reads_normed_hidden: bool  # the hidden row of the model after its last norm
     returns_normed_hidden: bool  # the hidden row of the next draft after the norm before the LM head
+
+    def name(self, part: str, index: int) -> str:
+        """Return the tensor name of a part of an MTP layer; the model of the test has two layers."""
+        return (self.layer if part == "layer" else self.names[part]).format(i=index, layer=2 + index)
 
 
 def _embedding_first(token: Tensor, hidden: Tensor) -> Tensor:
@@ -98,12 +105,12 @@ DEFINITIONS = {
     # h' = M [RMSNorm(embedding); RMSNorm(h)], h = TRM(h'), logits = shared_head(h) with a norm of its own
     "deepseek": Definition(
         {
-            "token_norm": "model.layers.2.enorm.weight",
-            "hidden_norm": "model.layers.2.hnorm.weight",
-            "projection": "model.layers.2.eh_proj.weight",
-            "norm": "model.layers.2.shared_head.norm.weight",
+            "token_norm": "model.layers.{layer}.enorm.weight",
+            "hidden_norm": "model.layers.{layer}.hnorm.weight",
+            "projection": "model.layers.{layer}.eh_proj.weight",
+            "norm": "model.layers.{layer}.shared_head.norm.weight",
         },
-        "model.layers.2.",
+        "model.layers.{layer}.",
         _embedding_first,
         reads_normed_hidden=True,
         returns_normed_hidden=False,
@@ -111,12 +118,12 @@ DEFINITIONS = {
     # mtp_hidden_norm reads the rows before `norm`, which follows the last layer and the MTP layer alike
     "ernie4_5": Definition(
         {
-            "token_norm": "model.mtp_emb_norm.0.weight",
-            "hidden_norm": "model.mtp_hidden_norm.0.weight",
-            "projection": "model.mtp_linear_proj.0.weight",
+            "token_norm": "model.mtp_emb_norm.{i}.weight",
+            "hidden_norm": "model.mtp_hidden_norm.{i}.weight",
+            "projection": "model.mtp_linear_proj.{i}.weight",
             "norm": "model.norm.weight",
         },
-        "model.mtp_block.0.",
+        "model.mtp_block.{i}.",
         _embedding_first,
         reads_normed_hidden=False,
         returns_normed_hidden=False,
@@ -124,12 +131,12 @@ DEFINITIONS = {
     # input_proj(cat(hidden, embedding)); the model's norm belongs to its LM head
     "mimo": Definition(
         {
-            "token_norm": "model.mtp_layers.0.token_layernorm.weight",
-            "hidden_norm": "model.mtp_layers.0.hidden_layernorm.weight",
-            "projection": "model.mtp_layers.0.input_proj.weight",
-            "norm": "model.mtp_layers.0.final_layernorm.weight",
+            "token_norm": "model.mtp_layers.{i}.token_layernorm.weight",
+            "hidden_norm": "model.mtp_layers.{i}.hidden_layernorm.weight",
+            "projection": "model.mtp_layers.{i}.input_proj.weight",
+            "norm": "model.mtp_layers.{i}.final_layernorm.weight",
         },
-        "model.mtp_layers.0.",
+        "model.mtp_layers.{i}.",
         _hidden_first,
         reads_normed_hidden=False,
         returns_normed_hidden=True,
@@ -141,7 +148,7 @@ DEFINITIONS = {
             "projection": "mtp.fc.weight",
             "norm": "mtp.norm.weight",
         },
-        "mtp.layers.0.",
+        "mtp.layers.{i}.",
         _embedding_first,
         reads_normed_hidden=True,
         returns_normed_hidden=True,
@@ -150,11 +157,15 @@ DEFINITIONS = {
 
 
 class PlainMtp:
-    """Drafts of a model folder, every row computed anew for every draft."""
+    """Drafts of a model folder, every row computed anew for every draft.
 
-    def __init__(self, folder: str, form: str, model: Any = None) -> None:
-        """Read a folder. `model`: of transformers, whose last layer is the decoder layer of the MTP layer."""
-        self.definition = DEFINITIONS[form]
+    Row p of module k has the row p of module k - 1 and the token at p + k + 1. Behind the last module, its
+    own rows take the place of those of the module before.
+    """
+
+    def __init__(self, folder: str, form: str, model: Any = None, layers: int = 1) -> None:
+        """Read a folder. `model`: of transformers, whose last layers are the layers of the modules."""
+        self.definition, self.num_modules = DEFINITIONS[form], layers
         self.tensors = load_file(Path(folder) / "model.safetensors")
         self.model = self._read(folder) if model is None else model
         self.eps = self.model.config.rms_norm_eps
@@ -163,23 +174,23 @@ class PlainMtp:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(folder)
-        config.num_hidden_layers += 1
+        first = config.num_hidden_layers
+        config.num_hidden_layers += self.num_modules
         config.layer_types = ["full_attention"] * config.num_hidden_layers
-        at, last = self.definition.layer, f"model.layers.{config.num_hidden_layers - 1}."
-        around = set(self.definition.names.values()) - {"model.norm.weight"}
-        renamed = {
-            last + name.removeprefix(at) if name.startswith(at) else name: tensor
-            for name, tensor in self.tensors.items()
-            if name not in around
-        }
+        renamed = dict(self.tensors)
+        for i in range(self.num_modules):
+            names = {self.definition.name(part, i) for part in self.definition.names}
+            renamed = {n: t for n, t in renamed.items() if n not in names - {"model.norm.weight"}}
+            at, layer = self.definition.name("layer", i), f"model.layers.{first + i}."
+            renamed = {layer + n.removeprefix(at) if n.startswith(at) else n: t for n, t in renamed.items()}
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
         missing, unexpected = model.load_state_dict(renamed, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         model.tie_weights()
         return model
 
-    def norm(self, rows: Tensor, name: str) -> Tensor:
-        weight = self.tensors[self.definition.names[name]]
+    def norm(self, rows: Tensor, part: str, module: int) -> Tensor:
+        weight = self.tensors[self.definition.name(part, module)]
         return F.rms_norm(rows, weight.shape, weight, self.eps)
 
     def layers(self, rows: Tensor, layers: Any) -> Tensor:
@@ -196,26 +207,27 @@ class PlainMtp:
     @torch.no_grad()
     def logits(self, tokens: list[int], drafts: list[int]) -> Tensor:
         """Return the draft logits [len(drafts), V] behind committed tokens, given the drafts made."""
-        definition, model = self.definition, self.model.model
+        definition, model, count = self.definition, self.model.model, self.num_modules
         embedded = model.embed_tokens(torch.tensor(tokens + drafts))
-        hidden = self.layers(embedded[: len(tokens) - 1], model.layers[:-1])
+        hidden = self.layers(embedded[: len(tokens) - 1], model.layers[:-count])
         features = model.norm(hidden) if definition.reads_normed_hidden else hidden
         made = []
         for j in range(len(drafts)):
-            token = self.norm(embedded[1 : len(tokens) + j], "token_norm")
-            pair = definition.combine(token, self.norm(features, "hidden_norm"))
-            projected = F.linear(pair, self.tensors[definition.names["projection"]])
-            row = self.layers(projected, model.layers[-1:])[-1:]
-            made.append(self.model.lm_head(self.norm(row, "norm"))[0])
-            own = self.norm(row, "norm") if definition.returns_normed_hidden else row
-            features = torch.cat([features, own])
+            k = min(j, count - 1)
+            token = self.norm(embedded[k + 1 : len(tokens) + j], "token_norm", k)
+            pair = definition.combine(token, self.norm(features, "hidden_norm", k))
+            projected = F.linear(pair, self.tensors[definition.name("projection", k)])
+            rows = self.layers(projected, [model.layers[k - count]])
+            made.append(self.model.lm_head(self.norm(rows[-1:], "norm", k))[0])
+            own = self.norm(rows, "norm", k) if definition.returns_normed_hidden else rows
+            features = own if j + 1 < count else torch.cat([features, own[-1:]])
         return torch.stack(made)
 
 
 @cache
-def plain_reading(form: str) -> PlainMtp:
-    """Return the plain reading of the tiny model with an MTP layer of this form."""
-    return PlainMtp(model(form), form)
+def plain_reading(form: str, layers: int = 1) -> PlainMtp:
+    """Return the plain reading of the tiny model with MTP layers of this form."""
+    return PlainMtp(model(form, layers=layers), form, layers=layers)
 
 
 # --- mixtures of experts and latent attention inside an MTP layer ---
@@ -235,12 +247,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_family(folder: Path, family: str) -> Any:
-    """Save a random model of transformers whose last layer becomes an MTP layer; return the model."""
+def save_family(folder: Path, family: str, layers: int) -> Any:
+    """Save a random model of transformers whose last layers become MTP layers; return the model."""
     import transformers
 
     form, sizes = FAMILIES[family]
-    common = {"vocab_size": tiny.VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+    common = {"vocab_size": tiny.VOCAB, "hidden_size": 48, "intermediate_size": 80}
+    common |= {"num_hidden_layers": 2 + layers}
     common |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     common |= {"initializer_range": 0.3, "attn_implementation": "eager", "pad_token_id": 0, "eos_token_id": 2}
     torch.manual_seed(7)
@@ -252,15 +265,17 @@ def save_family(folder: Path, family: str) -> Any:
                 value.copy_(torch.randn_like(value) * 0.3 + float("norm" in name))
     model.save_pretrained(folder)
     path, generator = folder / "model.safetensors", torch.Generator().manual_seed(5)
-    stored, last, prefix = load_file(path), "model.layers.2.", DEFINITIONS[form].layer
-    moved = {prefix + n.removeprefix(last) if n.startswith(last) else n: t for n, t in stored.items()}
-    for part, name in DEFINITIONS[form].names.items():
-        shape = (48, 96) if part == "projection" else (48,)
-        if name not in moved:
-            moved[name] = random_tensor(part, shape, generator, torch.float32)
+    moved, definition = load_file(path), DEFINITIONS[form]
+    for i in range(layers):
+        at, prefix = f"model.layers.{2 + i}.", definition.name("layer", i)
+        moved = {prefix + n.removeprefix(at) if n.startswith(at) else n: t for n, t in moved.items()}
+        for part in definition.names:
+            shape = (48, 96) if part == "projection" else (48,)
+            if (name := definition.name(part, i)) not in moved:
+                moved[name] = random_tensor(part, shape, generator, torch.float32)
     save_file(moved, path)
     raw = json.loads((folder / "config.json").read_text())
-    raw |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    raw |= {"num_hidden_layers": 2, "num_nextn_predict_layers": layers}
     raw.pop("layer_types", None)
     raw.pop("mlp_layer_types", None)
     (folder / "config.json").write_text(json.dumps(raw))

@@ -19,6 +19,7 @@ from torch import Tensor
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.draft_head.bundled import find_bundled_head, find_bundled_head_by_size
+from draftproof.models.draft_head.config import chain_prefix
 from draftproof.models.draft_head.formats import load_draft_head, named_weights, read_draft_head
 from draftproof.models.draft_head.model import DraftHeadModel
 from draftproof.models.weight_formats import WeightTensor
@@ -26,8 +27,9 @@ from draftproof.models.weights.update_source import WeightSource, is_path, read_
 from draftproof.ops import Rows
 from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 from draftproof.propose.base import ProposerEnv
-from draftproof.propose.draft_rounds import ModelProposer
-from draftproof.types import DeviceBatch, Draft
+from draftproof.propose.draft_rounds import DraftRounds, ModelProposer
+from draftproof.propose.mtp_chain import ChainRows, MtpChain
+from draftproof.types import DeviceBatch, Draft, Request
 
 
 class HeadProposer(ModelProposer):
@@ -51,8 +53,12 @@ class HeadProposer(ModelProposer):
         config, weights = load_draft_head(source, target.identity)
         if config.kind != self.kind:
             raise ConfigError(f"{source} is a head of kind {config.kind!r}: use method {config.kind!r}")
-        self.model = DraftHeadModel(config, weights, env.ops, env.max_len, target, env.num_slots)
-        self.entries = self.model.entries
+        self.models = [
+            DraftHeadModel(config, weights, env.ops, env.max_len, target, env.num_slots, chain_prefix(i))
+            for i in range(config.chain_length)
+        ]
+        self.model = self.models[0]
+        self.entries = [entry for model in self.models for entry in model.entries]
         self.needs_hidden = config.feature == "last_normed"
         self.taps = config.aux_layers if config.feature == "aux" else ()
         if config.feature == "last":
@@ -62,6 +68,9 @@ class HeadProposer(ModelProposer):
         self._none = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
         capture, rows = env.ops.runtime.capture, env.ops.runtime.bucket(env.max_rows)
         self._forward, self._store = capture(self._row, rows), capture(self._kv, rows)
+        self._chain: MtpChain | None = None
+        if len(self.models) > 1:
+            self._chain = MtpChain(self.models, self.caches, env, target.dtype)
 
     @classmethod
     def default_source(cls, target: ModelConfig) -> str | None:
@@ -94,19 +103,26 @@ class HeadProposer(ModelProposer):
         assert self.env.target is not None
         num_layers = self.env.target.config.num_layers
         if not is_path(source):
-            return self.model.check_weights(named_weights(read_tensors(source), num_layers))
+            given = named_weights(read_tensors(source), num_layers)
+            return self.model.check_weights(given, self.entries)
         config, weights = read_draft_head(str(source), num_layers)
         if replace(config, target=self.model.config.target) != self.model.config:
             raise LoadError(f"{source} is a head of another form than the one in use")
-        return self.model.check_weights(weights)
+        return self.model.check_weights(weights, self.entries)
 
     def device_memory(self) -> tuple[Any, Sequence[Tensor]]:
         """Return the head and its caches."""
-        return vars(self.model), self.caches
+        return [vars(model) for model in self.models], self.caches
 
     def refresh_lm_head(self, rows: Callable[[Tensor], Tensor]) -> None:
         """Take the rows of the draft vocabulary from the target's new LM head."""
-        self.model.refresh_lm_head(rows)
+        for model in self.models:
+            model.refresh_lm_head(rows)
+
+    def start(self, slot: int, request: Request) -> None:
+        """Begin a request in `slot`."""
+        if self._chain is not None:
+            self._chain.start(slot)
 
     @classmethod
     def needs_target(cls, options: Mapping[str, Any]) -> bool:
@@ -129,31 +145,64 @@ class HeadProposer(ModelProposer):
     def draft(self, batch: DeviceBatch) -> Draft:
         """Store KV of the step's rows, then run the rounds."""
         assert batch.spec is not None
-        ops, model, count = self.env.ops, self.model, batch.spec.rounds
         begun = self.begin(batch) if batch.begun is None else batch.begun
-        if not count:
+        if self._chain is not None:
+            return self._draft_in_chain(self._chain, batch, begun)
+        if not batch.spec.rounds:
             self._store(begun[0], begun[2])
-            self.num_rounds_run = 0
-            return Draft(batch.columns.draft[: len(batch.slots)], self._none[: len(batch.slots)])
-        rows, last, feature = begun
+            return self._no_draft(batch)
+        ops, model, (rows, last, feature) = self.env.ops, self.model, begun
         rounds = self.start_rounds(batch, last)
         at: Tensor | None = last  # [B] row of each entry's first draft
         if model.config.num_layers == 1 and len(rows.tokens) > max(ops.forward.fused_rows_limit, len(last)):
             # all rows but the last of each entry are needed for KV alone
             self._store(rows, feature)
             rows, feature, at = rounds.rows(0), feature[last.clamp(min=0)], None
-        for j in range(count):
+        for j in range(batch.spec.rounds):
             (row,) = self._forward(rounds.rows(j) if j else rows, feature)
-            if rounds.needs_tokens_only:
-                tokens = rounds.draft_rows.tokens[j]
-                row = model.sample(row, at, rounds.windows(j), self.greedy, tokens, rounds.draft_probs)
-            else:
-                row = row if at is None else row[at.clamp(min=0)]
-                rounds.sample(j, model.logits(row))
-            feature, at, self.num_rounds_run = model.next_feature(row), None, j + 1
+            row = self._sample(rounds, j, model, row, at)
+            feature, at = model.next_feature(row), None
             if not rounds.should_continue(j):
                 break
         return rounds.draft()
+
+    def _draft_in_chain(self, chain: MtpChain, batch: DeviceBatch, begun: Any) -> Draft:
+        """Run all layers over the step's rows, then the rounds."""
+        assert batch.spec is not None
+        rows, last, feature = begun
+        row, behind = chain.run_step(rows, last, feature)
+        if not batch.spec.rounds:
+            return self._no_draft(batch)
+        rounds, made = self.start_rounds(batch, last), ChainRows(row[:0], last[:0] >= 0)
+        for j in range(batch.spec.rounds):
+            model = self.models[chain.layer_of(j)]
+            if j:
+                is_further = j >= len(self.models)
+                given = made.last_of(len(last)) if is_further else behind[j - 1].before(made, len(last))
+                out = chain.run_round(rounds, j, given)
+                made = ChainRows(model.next_feature(out), given.is_known)
+                row = out.view(len(last), -1, out.shape[-1])[:, -1].contiguous()
+            self._sample(rounds, j, model, row, at=None)
+            if not rounds.should_continue(j):
+                break
+        return rounds.draft()
+
+    def _no_draft(self, batch: DeviceBatch) -> Draft:
+        self.num_rounds_run = 0
+        return Draft(batch.columns.draft[: len(batch.slots)], self._none[: len(batch.slots)])
+
+    def _sample(
+        self, rounds: DraftRounds, j: int, model: DraftHeadModel, row: Tensor, at: Tensor | None
+    ) -> Tensor:
+        """Sample draft j of each entry from row `at` of each, or from the rows; return those [B, hidden]."""
+        if rounds.needs_tokens_only:
+            tokens = rounds.draft_rows.tokens[j]
+            row = model.sample(row, at, rounds.windows(j), self.greedy, tokens, rounds.draft_probs)
+        else:
+            row = row if at is None else row[at.clamp(min=0)]
+            rounds.sample(j, model.logits(row))
+        self.num_rounds_run = j + 1
+        return row
 
 
 class MtpProposer(HeadProposer):

@@ -21,6 +21,7 @@ FEATURE_NORMS = ("none", "whole", "each")
 # Fields that a ModelConfig has under the same names.
 LAYER_SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "rope_scaling")
 LAYER_FLAGS = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm")
+_NOT_STORED = ("native", "chain_length")  # of MTP layers in the checkpoint of their model
 _LAYER_FIELDS = ("intermediate_size", "num_layers", *LAYER_FLAGS, *LAYER_SIZES)
 
 
@@ -116,8 +117,9 @@ class DraftHeadConfig:
     qk_norm: bool = False
     window: int = 0  # attention window; 0: full attention
     is_hidden_first: bool = False  # mtp: the feature precedes the embedding in the projected row
-    # The target and its MTP layers as further layers, where they are in its checkpoint; not stored.
+    # The target and an MTP layer as a further layer, where it is in its checkpoint; not stored.
     native: ModelConfig | None = None
+    chain_length: int = 1  # mtp: layers of the checkpoint, one for each draft; the last one makes the rest
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -168,11 +170,20 @@ class DraftHeadConfig:
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Return the storage of K and V that this draft head needs."""
         if self.native is not None:
-            return replace(kv_layout(self.native, dtype), num_layers=self.num_layers)
+            return replace(kv_layout(self.native, dtype), num_layers=self.num_layers * self.chain_length)
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of every stored tensor; `formats` renames those of public formats."""
+        """Return name -> shape of every stored tensor; `formats` renames those of public formats.
+
+        Names of the further layers of a chain begin with `chain_prefix`.
+        """
+        shapes = self._own_tensors()
+        chained = range(1, self.chain_length)
+        return shapes | {chain_prefix(i) + name: shape for i in chained for name, shape in shapes.items()}
+
+    def _own_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of the tensors of one layer of a chain, or of a whole head."""
         hidden, wide = self.hidden_size, self.target.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         if self.own_embedding:
@@ -219,12 +230,12 @@ class DraftHeadConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the contents of a config.json."""
         assert self.native is None
-        return {key: value for key, value in asdict(self).items() if key != "native"}
+        return {key: value for key, value in asdict(self).items() if key not in _NOT_STORED}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> DraftHeadConfig:
         """Parse the contents of a config.json that `to_json` returned."""
-        known = {field.name for field in fields(cls)}
+        known = {field.name for field in fields(cls)} - set(_NOT_STORED)
         if unknown := sorted(set(raw) - known):
             raise LoadError(f"unknown keys in the config of a draft head: {', '.join(unknown)}")
         values = dict(raw)
@@ -238,6 +249,11 @@ class DraftHeadConfig:
             return cls(**values)
         except (TypeError, KeyError) as error:
             raise LoadError(f"not the config of a draft head: {error}") from error
+
+
+def chain_prefix(index: int) -> str:
+    """Return the beginning of the names of layer `index` of a chain; "" for the first one."""
+    return f"chain.{index}." if index else ""
 
 
 def _last_layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from draftproof.models.decoder import decoder_layer
 from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
 from draftproof.models.layers import first_layer_input, run_layers, store_kv
 from draftproof.models.rope import rope_table
-from draftproof.models.weight_formats import FloatWeight, WeightPacker, WeightTensor
+from draftproof.models.weight_formats import FloatWeight, PackedEntry, WeightPacker, WeightTensor
 from draftproof.models.weights.packed_tree import copy_into
 from draftproof.models.weights.update import check_update
 from draftproof.ops import Ops, QuantizedTable, Rows
@@ -47,8 +47,9 @@ class DraftHeadModel:
         max_len: int,
         target: TargetParts,
         max_logits_rows: int,
+        at: str = "",
     ) -> None:
-        """Pack the weights; `max_logits_rows`: rows of one call of `logits`."""
+        """Pack the weights whose names begin with `at`; `max_logits_rows`: rows of one call of `logits`."""
         self.config, self.ops = config, ops
         decoder = config.decoder()
         packer = WeightPacker(_fold_feature_norms(config, weights), ops, target.dtype, draft=True)
@@ -56,7 +57,7 @@ class DraftHeadModel:
         self.rope = rope_table(decoder, max_len).to(ops.device)
         self.embedding = target.embedding
         if config.own_embedding:  # public heads often hold a copy of the target's
-            own = packer.tensor("embed_tokens.weight")
+            own = packer.tensor(at + "embed_tokens.weight")
             shared = self.embedding
             if isinstance(shared, QuantizedTable):
                 shared = ops.forward.embed(torch.arange(shared.shape[0], device=ops.device), shared)
@@ -64,42 +65,49 @@ class DraftHeadModel:
                 packer.entries.clear()  # the copy is not kept
             else:
                 self.embedding = own
-        self.ids = packer.tensor("d2t") if config.has_reduced_vocab else None  # [draft vocab] target ids
+        self.ids = packer.tensor(at + "d2t") if config.has_reduced_vocab else None  # [draft vocab] target ids
         if self.ids is not None:  # logits of ids outside the draft vocabulary stay -inf
             self._logits = torch.full((max_logits_rows, self.vocab), -math.inf, device=ops.device)
-        self.feature_norm = packer.tensor("feature_norm.weight") if config.feature_norm != "none" else None
+        self.feature_norm = (
+            packer.tensor(at + "feature_norm.weight") if config.feature_norm != "none" else None
+        )
         join = config.join
         self.norms: list[Tensor] = []  # of the embedding and of the feature, before the projection
         if join.norms_inputs and not join.attends_to_pair:
-            self.norms = [packer.tensor(f"{name}.weight") for name in ("enorm", "hnorm")]
-        self.fc = packer.packed([join.projection], config.fc_bias)
+            self.norms = [packer.tensor(f"{at}{name}.weight") for name in ("enorm", "hnorm")]
+        self.fc = packer.packed([at + join.projection], config.fc_bias)
         begin = decoder.num_layers - config.num_layers
         first = "hidden_norm" if join.attends_to_pair else "input_layernorm" if config.input_norm else None
         self.layers = [
-            decoder_layer(packer, f"layers.{i}.", decoder, begin + i, "input_layernorm" if i else first)
+            decoder_layer(packer, f"{at}layers.{i}.", decoder, begin + i, "input_layernorm" if i else first)
             for i in range(config.num_layers)
         ]
         if join.attends_to_pair:
-            token_norm = packer.tensor("layers.0.input_layernorm.weight")
+            token_norm = packer.tensor(at + "layers.0.input_layernorm.weight")
             self.layers[0] = replace(
                 self.layers[0], token_norm=token_norm, residual_is_normed=config.norm_before_residual
             )
-        self.norm = packer.tensor("norm.weight") if config.final_norm else None
+        self.norm = packer.tensor(at + "norm.weight") if config.final_norm else None
         if not config.share_lm_head:
-            self.lm_head = packer.packed(["lm_head"], bias=False)
+            self.lm_head = packer.packed([at + "lm_head"], bias=False)
         elif self.ids is None:
             self.lm_head = target.lm_head
         else:
             self.lm_head = ops.forward.pack_draft_linear(target.lm_head_rows(self.ids))
         self.entries = packer.entries
 
-    def check_weights(self, weights: Mapping[str, WeightTensor]) -> dict[str, WeightTensor]:
-        """Return new weights of the head in the form that `entries` take; LoadError if they do not fit."""
+    def check_weights(
+        self, weights: Mapping[str, WeightTensor], entries: Sequence[PackedEntry]
+    ) -> dict[str, WeightTensor]:
+        """Return new weights of the head in the form that `entries` take; LoadError if they do not fit.
+
+        `entries` are those of this layer, and of all others of its chain.
+        """
         given = dict(weights)
         ids = given.pop("d2t", None)  # files store the id, or its difference to the draft id
         if ids is not None and (self.ids is None or not _has_ids(ids.data, self.ids.cpu())):
             raise LoadError("d2t differs: the draft vocabulary of a head cannot be updated")
-        known = {name for entry in self.entries for name in entry.formats}
+        known = {name for entry in entries for name in entry.formats}
         if "embed_tokens.weight" in given and "embed_tokens.weight" not in known:
             raise LoadError(
                 "the head uses the embedding of its target, which is updated with the target: "
@@ -109,7 +117,7 @@ class DraftHeadModel:
             if missing := self.config.tensors().keys() - given.keys() - {"d2t"}:
                 raise LoadError(f"{min(missing)} is missing: the norms of this head are part of its fc")
             given = _fold_feature_norms(self.config, given)
-        check_update(self.entries, given)
+        check_update(entries, given)
         return given
 
     def refresh_lm_head(self, rows: Callable[[Tensor], Tensor]) -> None:

@@ -1,8 +1,9 @@
-"""Reader of the MTP layer that a model's own checkpoint holds."""
+"""Reader of the MTP layers that a model's own checkpoint holds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, read_json
-from draftproof.models.draft_head.config import LAYER_SIZES, DraftHeadConfig, TargetIdentity
+from draftproof.models.draft_head.config import LAYER_SIZES, DraftHeadConfig, TargetIdentity, chain_prefix
 from draftproof.models.draft_head.mtp_forms import (
     MTP_FORMS,
     MtpForm,
@@ -37,9 +38,9 @@ WITHOUT_MTP = (
 def read_native_mtp(
     raw: Mapping[str, Any], model: Mapping[str, Tensor], draft: dict[str, Tensor]
 ) -> tuple[DraftHeadConfig, dict[str, WeightTensor]]:
-    """Read the MTP layer of a model from its config.json (`raw`), its tensors and those of its MTP layers.
+    """Read the MTP layers of a model from its config.json (`raw`), its tensors and those of its MTP layers.
 
-    Weights keep their stored formats, so the layer may be quantised while the model is not, or the other way
+    Weights keep their stored formats, so the layers may be quantised while the model is not, or the other way
     round.
     """
     target = config_from_hf(raw)
@@ -47,21 +48,26 @@ def read_native_mtp(
     form = find_form(draft, num_layers)
     if form is None:
         raise LoadError(_reason(raw, draft, num_layers))
-    if (count := count_layers(form, draft, num_layers)) != 1:
-        raise LoadError(
-            f"{count} MTP layers: one is supported, which all drafts use; keep the tensors of the first one "
-            f"and set num_nextn_predict_layers to 1 in config.json"
-        )
+    count = count_layers(form, draft, num_layers)
     extended = target.with_next_layers(1)
-    expected = _expected(form, extended, num_layers, draft)
+    layers = [_expected(form, extended, num_layers, draft, i) for i in range(count)]
+    expected = {name: shape for shapes in layers for name, shape in shapes.items()}
     stored = {name: draft[name] for name in draft if "rotary_emb" not in name}
     quantization = parse_quantization(raw, "config.json")
     weights = read_stored(stored, expected, quantization, extended, "its MTP layer")
-    named = _rename(weights, form, num_layers)
-    _drop_shared(named, model, target)
-    if not form.norm:
-        named["norm.weight"] = FloatWeight(model[MODEL_NORM])
-    return _config(form, extended, named), named
+    chain: list[dict[str, WeightTensor]] = []
+    for i, shapes in enumerate(layers):
+        named = _rename({name: weights[name] for name in shapes}, form, num_layers, i)
+        _drop_shared(named, model, target)
+        if not form.norm:
+            named["norm.weight"] = FloatWeight(model[MODEL_NORM])
+        chain.append(named)
+    if any(named.keys() != chain[0].keys() for named in chain):
+        raise LoadError(
+            "its MTP layers differ: all or none must have an embedding and an LM head of their own"
+        )
+    config = replace(_config(form, extended, chain[0]), chain_length=count)
+    return config, {chain_prefix(i) + name: w for i, named in enumerate(chain) for name, w in named.items()}
 
 
 def has_mtp_tensors(source: Path) -> bool:
@@ -98,28 +104,30 @@ def _reason(raw: Mapping[str, Any], draft: Mapping[str, Tensor], num_layers: int
 
 
 def _expected(
-    form: MtpForm, extended: ModelConfig, num_layers: int, stored: Mapping[str, Tensor]
+    form: MtpForm, extended: ModelConfig, num_layers: int, stored: Mapping[str, Tensor], index: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return stored name -> shape of the layer's tensors; copies of embedding and LM head are optional."""
+    """Return stored name -> shape of one layer's tensors; copies of embedding and LM head are optional."""
     hidden, vocab = extended.hidden_size, extended.vocab_size
     around = {"enorm": (hidden,), "hnorm": (hidden,), "norm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
     shapes: dict[str, tuple[int, ...]] = {}
-    for ours, name in form.names(0, num_layers).items():
+    for ours, name in form.names(index, num_layers).items():
         if ours in around:
             shapes[f"{name}.weight"] = around[ours]
         elif f"{name}.weight" in stored:
             shapes[f"{name}.weight"] = (vocab, hidden)
-    layer, prefix = f"model.layers.{num_layers}.", form.prefix(0, num_layers)
+    layer, prefix = f"model.layers.{num_layers}.", form.prefix(index, num_layers)
     for name, shape in expected_tensors(extended).items():
         if name.startswith(layer):
             shapes[prefix + name.removeprefix(layer)] = shape
     return shapes
 
 
-def _rename(weights: Mapping[str, WeightTensor], form: MtpForm, num_layers: int) -> dict[str, WeightTensor]:
-    """Return the weights under the names of `DraftHeadConfig.tensors`."""
-    prefix = form.prefix(0, num_layers)
-    around = {f"{name}.weight": f"{ours}.weight" for ours, name in form.names(0, num_layers).items()}
+def _rename(
+    weights: Mapping[str, WeightTensor], form: MtpForm, num_layers: int, index: int
+) -> dict[str, WeightTensor]:
+    """Return the weights of one layer under the names of `DraftHeadConfig.tensors`."""
+    prefix = form.prefix(index, num_layers)
+    around = {f"{name}.weight": f"{ours}.weight" for ours, name in form.names(index, num_layers).items()}
     return {
         around.get(name) or "layers.0." + name.removeprefix(prefix): weight
         for name, weight in weights.items()
