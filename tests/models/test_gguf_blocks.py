@@ -21,6 +21,7 @@ from draftproof.models.hub import cache_folder
 from draftproof.models.load import load_checkpoint
 from draftproof.models.weight_formats import BlockWeight, FloatWeight
 from draftproof.ops import resolve
+from draftproof.ops.contract.block_scales import SUPER_BLOCK
 from draftproof.ops.torch.forward import TorchForward
 from gguf_files import encode, write_gguf
 
@@ -59,13 +60,13 @@ def test_blocks_have_the_values_of_the_gguf_package(kind: str) -> None:
     blocks = read_blocks(raw, kind, BLOCK_BYTES[kind])
     is_4bit = kind.startswith("Q4")
     assert blocks.integers.dtype == (np.uint8 if is_4bit else np.int8)
-    assert blocks.scales.dtype == (np.float32 if kind.endswith("K") else np.float16)
+    assert blocks.scales.dtype == (np.int8 if kind.endswith("K") else np.float16)
     group = blocks.integers.shape[1] // blocks.scales.shape[1]
     assert group == (16 if kind == "Q6_K" else 32)
-    scale, *minimum = (
-        np.repeat(blocks.scales[..., i].astype(np.float32), group, axis=1)
-        for i in range(blocks.scales.shape[2])
-    )
+    scales = blocks.scales.astype(np.float32)
+    if blocks.bases is not None:
+        scales *= np.repeat(blocks.bases.astype(np.float32), SUPER_BLOCK // group, axis=1)
+    scale, *minimum = (np.repeat(scales[..., i], group, axis=1) for i in range(scales.shape[2]))
     want = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
     assert np.array_equal(scale * blocks.integers + (minimum[0] if minimum else 0), want)
     if is_4bit:
@@ -96,6 +97,20 @@ def test_weights_keep_the_blocks_and_the_values_of_the_unpacked_model(kind: str,
     for name, weight in made.weights.items():
         assert isinstance(weight, FloatWeight if weight.data.ndim == 1 else GGUFWeight)
         assert torch.equal(weight.dequantize(torch.float32), unpacked.weights[name].dequantize())
+
+
+def test_k_quants_of_different_types_are_concatenated_in_two_levels() -> None:
+    parts = [
+        GGUFWeight(torch.from_numpy(stored(kind, (4, 512))), kind=kind).decode() for kind in ("Q4_K", "Q6_K")
+    ]
+    both = BlockWeight.cat(parts)
+    assert both.has_two_levels and both.group == 16 and both.data.dtype == torch.int8
+    wanted = torch.cat([part.dequantize(torch.float32) for part in parts])
+    assert torch.equal(both.dequantize(torch.float32), wanted)
+    for begin, end in ((0, 256), (256, 512), (32, 288)):
+        some = both.columns(begin, end)
+        assert some.has_two_levels == (begin != 32)
+        assert torch.equal(some.dequantize(torch.float32), wanted[:, begin:end])
 
 
 def test_weights_of_different_groups_are_concatenated() -> None:

@@ -18,7 +18,7 @@ from cpu_cases import CPU, KINDS, PAGE, close, make, poison, rand, same
 from draftproof.models.weight_formats import Int4GroupWeight, pack_weight
 from draftproof.ops.cpu.backend import CpuOps
 from draftproof.ops.cpu.gemm import blocks, decoded, fma, w8a8
-from draftproof.ops.cpu.gemm.block_dot import BlockLayout
+from draftproof.ops.cpu.gemm.block_dot import SCALE_BYTES, BlockLayout
 from draftproof.ops.cpu.gemm.byte_dot import NeonDot, VnniDot, WideDot, select_dot
 from draftproof.ops.cpu.gemm.weight_format import PackedLinear
 from draftproof.ops.cpu.jit import amx
@@ -239,9 +239,9 @@ def test_kernels_of_all_block_layouts_have_keys_of_their_own() -> None:
     dots = NeonDot(), WideDot(), VnniDot(False), VnniDot(True)
     made = [
         blocks.make_linear(BlockLayout(*values, dot.width), out_bf16, dot)
-        for *values, dot, out_bf16 in product(switch, (16, 32), switch, switch, dots, switch)
+        for *values, dot, out_bf16 in product(switch, (16, 32), switch, SCALE_BYTES, dots, switch)
     ]
-    assert len({_closure_key(kernel.fn) for kernel in made}) == len(made) == 128
+    assert len({_closure_key(kernel.fn) for kernel in made}) == len(made) == 192
 
 
 def test_kernels_of_all_decoded_formats_have_keys_of_their_own() -> None:

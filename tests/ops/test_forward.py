@@ -11,6 +11,8 @@ from torch import Tensor
 
 from draftproof.models.weight_formats import Fp8BlockWeight, Fp8Weight, WeightTensor
 from draftproof.ops import Attention, AttentionShape, Ops, resolve
+from draftproof.ops.contract.block_scales import SUPER_BLOCK, float_scales, pack_scales
+from draftproof.ops.contract.types import QuantizedTable
 from draftproof.ops.torch.backend import TorchOps
 from draftproof.ops.torch.forward import TorchForward
 from opcheck import CPU, POOL, Paged, assert_close, bits, importable, rows_that_differ
@@ -113,6 +115,30 @@ def quantized(form: tuple[Any, ...], shape: tuple[int, int], bias: bool) -> dict
         if group and not has_min:
             scales = scales[..., :1].contiguous()
     return {"weight_format": name, "data": data, "scales": scales, "bias": bias_row, "zeros": zeros}
+
+
+@others
+@pytest.mark.parametrize("form", [form for form in INTEGERS if form[0] == "blocks"], ids=str)
+def test_scales_in_two_levels_have_the_bits_of_their_products(ops: Ops, form: tuple[Any, ...]) -> None:
+    if "blocks" not in ops.forward.weight_formats:
+        pytest.skip(f"{ops.name} does not multiply weights in blocks")
+    _, low, high, group, has_min = form
+    shape, kinds, random = (37, 768), 2 if has_min else 1, torch.Generator().manual_seed(high)
+    data = torch.randint(low, high + 1, shape, generator=random, dtype=torch.int8)
+    data = data.to(torch.uint8 if high == 15 else torch.int8)
+    bases = torch.randn((shape[0], 3, kinds), generator=random).half() / 64
+    sizes = (shape[0], 3, SUPER_BLOCK // group, kinds)
+    scales = pack_scales(bases, torch.randint(-128, 128, sizes, generator=random, dtype=torch.int8))
+    two, one = (
+        ops.forward.pack_quantized("blocks", data, part, None) for part in (scales, float_scales(scales))
+    )
+    for rows in (1, 9):
+        x = randn(rows, shape[1], seed=rows, dtype=torch.bfloat16)
+        assert bits(ops.forward.linear(x, two)) == bits(ops.forward.linear(x, one))
+    tokens = torch.tensor([0, 36, 17])
+    tables = (QuantizedTable(packed, shape, torch.float32) for packed in (two, one))
+    found, wanted = (ops.forward.embed(tokens, table) for table in tables)
+    assert bits(found) == bits(wanted)
 
 
 @others

@@ -29,7 +29,7 @@ from draftproof.models.weight_formats import WeightTensor
 from draftproof.ops import Ops, PackedState
 
 FOLDER = "packed"  # in the cache folder
-VERSION = 1  # of the decoding; the packed form has a version of its own
+VERSION = 2  # of the decoding; the packed form has a version of its own
 TAIL = struct.Struct("<8sQQI")  # magic, place and bytes of the index, checksum of the index
 MAGIC = b"DPPACK01"
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY  # a tensor begins on a page of its own

@@ -15,6 +15,7 @@ from draftproof.errors import LoadError
 from draftproof.models.gguf.blocks import DECODERS, read_blocks
 from draftproof.models.gguf.file import TYPES, GGUFFile, TensorInfo, num_bytes
 from draftproof.models.weight_formats import INT4_GROUP, BlockWeight, WeightTensor
+from draftproof.ops.contract.block_scales import pack_scales
 
 CHUNK_ELEMENTS = 1 << 20  # decoded at once; their temporaries stay in the cache of the CPU
 CHUNK_ROWS = 256  # a chunk is a multiple of so many rows, which every packed layout divides
@@ -97,11 +98,16 @@ class GGUFWeight(WeightTensor):
         """Return the rows begin..end as integers and scales; LoadError for scales that are not finite."""
         stored = self.data[begin:end] if self.order is None else self.data[self.order[begin:end]]
         found = read_blocks(stored.numpy(), self.kind, BLOCK_BYTES[self.kind])
-        if not np.isfinite(found.scales).all():
+        if not np.isfinite(found.scales if found.bases is None else found.bases).all():
             raise LoadError(
                 f"{self.source}: tensor {self.name!r} holds scales that are not finite: the file is damaged"
             )
-        return BlockWeight(torch.from_numpy(found.integers), torch.from_numpy(found.scales))
+        scales = torch.from_numpy(found.scales)  # [N, groups, F]
+        if found.bases is not None:
+            bases = torch.from_numpy(found.bases)  # [N, super-blocks, F]
+            factors = scales.view(len(scales), bases.shape[1], -1, bases.shape[2])
+            scales = pack_scales(bases, factors)
+        return BlockWeight(torch.from_numpy(found.integers), scales)
 
     def to(self, device: torch.device) -> WeightTensor:
         """Return the decoded weight on `device`."""

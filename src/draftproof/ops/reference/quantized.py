@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftproof.ops.contract.block_scales import float_scales
+
 INT8_MAX = 127.0
 E4M3_MAX = 448.0
 FP8_CHUNK = 128  # elements of K whose products are summed before they are added to the total
@@ -28,7 +30,8 @@ class QuantizedLinear:
 
 def plain_scales(scales: Tensor) -> Tensor:
     """Return the scales of blocks [N, groups, 1 or 2] in fp32 with a minimum for each group."""
-    return torch.nn.functional.pad(scales.float(), (0, 2 - scales.shape[2]))
+    floats = float_scales(scales)
+    return torch.nn.functional.pad(floats, (0, 2 - floats.shape[2]))
 
 
 def embed(tokens: Tensor, packed: QuantizedLinear, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,8 @@
 
 A strip of columns (as many as one vector of sums) is stored block by block. A block covers 32 consecutive k
 and holds the scales of its groups, their minimums where the weight has some, then the integers: bytes, or two
-of 4 bits in a byte. Rows are stored in tiles: block by block, and row by row inside a block.
+of 4 bits in a byte. With two levels of scales, 8 blocks follow their fp16 bases, and the scales of a block
+are int8 factors. Rows are stored in tiles: block by block, and row by row inside a block.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from typing import Any
 
 from llvmlite import ir
 
+from draftproof.ops.contract.block_scales import BASE_BYTES, SUPER_BLOCK
 from draftproof.ops.cpu.gemm.byte_dot import GROUP, Dot, emit_chains, emit_prefetches, emit_row_counts, splat
-from draftproof.ops.cpu.jit.compile import F32, I64, PTR, i64, llvm, op, void
+from draftproof.ops.cpu.jit.compile import F32, I8, I64, PTR, i64, llvm, op, void
 from draftproof.ops.cpu.jit.simd import load_value
 
 BLOCK = 32  # k of a block, which share one scale of the activations
+SUPER_BLOCKS = SUPER_BLOCK // BLOCK  # blocks that share a base
+SCALE_BYTES = {"fp16": 2, "fp32": 4, "int8": 1}
 STEPS = BLOCK // GROUP
 INTERLEAVE = 2  # rows whose chains of sums are emitted side by side
 
@@ -28,7 +32,7 @@ class BlockLayout:
     is_4bit: bool  # integers 0..15, two in a byte: steps s and s + 4
     group: int  # k that share a scale of the weights: 16 or 32
     has_min: bool
-    is_fp16: bool  # scales and minimums are exact in fp16; otherwise fp32
+    scales: str  # type of scales and minimums, of SCALE_BYTES; int8: factors of fp16 bases
     columns: int  # of a strip
 
     @property
@@ -39,7 +43,21 @@ class BlockLayout:
     @property
     def scale_bytes(self) -> int:
         """Return the bytes of the scales, or of the minimums, of one group."""
-        return self.columns * (2 if self.is_fp16 else 4)
+        return self.columns * SCALE_BYTES[self.scales]
+
+    @property
+    def has_bases(self) -> bool:
+        """Return whether scales are factors of bases."""
+        return self.scales == "int8"
+
+    @property
+    def base_bytes(self) -> int:
+        """Return the bytes of the bases in front of 8 blocks."""
+        return self.columns * BASE_BYTES * (2 if self.has_min else 1) if self.has_bases else 0
+
+    def strip_bytes(self, blocks: int) -> int:
+        """Return the bytes of a strip of so many blocks."""
+        return blocks * self.block_bytes + blocks // SUPER_BLOCKS * self.base_bytes
 
     @property
     def integers_at(self) -> int:
@@ -71,19 +89,31 @@ class _BlockEmitter:
 
         def emit(count: int) -> None:
             def body(index: Any, totals: list[Any]) -> list[Any]:
-                block = builder.add(b, builder.mul(I64(self.layout.block_bytes), index))
+                block, bases = self._addresses(builder, b, index)
                 x = builder.add(a, builder.mul(I64(count * BLOCK), index))
                 f = builder.add(scales, builder.mul(I64(count * self.floats_bytes), index))
-                return self._block(builder, block, x, f, totals)
+                return self._block(builder, block, bases, x, f, totals)
 
             emit_chains(builder, count, self.floats, blocks, c, body)
 
         emit_row_counts(builder, rows, emit)
 
-    def _block(self, builder: Any, block: Any, x: Any, scales: Any, totals: list[Any]) -> list[Any]:
+    def _addresses(self, builder: Any, strip: Any, index: Any) -> tuple[Any, Any]:
+        """Emit the address of a block, and that of its bases where the weight has some."""
+        layout = self.layout
+        block = builder.add(strip, builder.mul(I64(layout.block_bytes), index))
+        if not layout.has_bases:
+            return block, None
+        group = builder.udiv(index, I64(SUPER_BLOCKS))
+        block = builder.add(block, builder.mul(I64(layout.base_bytes), builder.add(group, I64(1))))
+        return block, builder.add(strip, builder.mul(I64(layout.strip_bytes(SUPER_BLOCKS)), group))
+
+    def _block(
+        self, builder: Any, block: Any, bases: Any, x: Any, scales: Any, totals: list[Any]
+    ) -> list[Any]:
         """Emit the totals of the rows plus the sums of one block."""
         emit_prefetches(builder, block, self.layout.block_bytes)
-        integers, factors = self._integers(builder, block), self._factors(builder, block)
+        integers, factors = self._integers(builder, block), self._factors(builder, block, bases)
         found: list[Any] = []
         for first in range(0, len(totals), INTERLEAVE):
             some = range(first, min(first + INTERLEAVE, len(totals)))
@@ -97,16 +127,22 @@ class _BlockEmitter:
         where = builder.inttoptr(builder.add(addr, I64(4 * index)), PTR)
         return splat(builder, builder.load(where, typ=F32, align=1), self.floats)
 
-    def _factors(self, builder: Any, block: Any) -> list[Any]:
+    def _factors(self, builder: Any, block: Any, bases: Any) -> list[Any]:
         """Emit the scales of the groups, then their minimums where the weight has some, as fp32."""
         layout, found = self.layout, []
+        stored = ir.VectorType(
+            {"fp16": ir.HalfType(), "fp32": F32, "int8": I8}[layout.scales], layout.columns
+        )
+        halves = ir.VectorType(ir.HalfType(), layout.columns)
         for index in range(layout.integers_at // layout.scale_bytes):
-            at = builder.add(block, I64(index * layout.scale_bytes))
-            if layout.is_fp16:
-                halves = load_value(builder, at, ir.VectorType(ir.HalfType(), layout.columns))
-                found.append(builder.fpext(halves, self.floats))
-            else:
-                found.append(load_value(builder, at, self.floats))
+            value = load_value(builder, builder.add(block, I64(index * layout.scale_bytes)), stored)
+            if layout.scales == "fp16":
+                value = builder.fpext(value, self.floats)
+            elif layout.has_bases:
+                at = builder.add(bases, I64(index // layout.num_groups * layout.columns * BASE_BYTES))
+                base = builder.fpext(load_value(builder, at, halves), self.floats)
+                value = builder.fmul(base, builder.sitofp(value, self.floats))
+            found.append(value)
         return found
 
     def _integers(self, builder: Any, block: Any) -> list[Any]:
@@ -146,5 +182,5 @@ class _BlockEmitter:
 def strip_blocks(layout: BlockLayout, dot: Dot) -> Any:
     """Return an intrinsic (rows, a, scales, b, c, blocks) for a tile of rows and a strip of columns."""
     emitter = _BlockEmitter(layout, dot)
-    parts = layout.is_4bit, layout.group, layout.has_min, layout.is_fp16, layout.columns
-    return op(void, [i64] * 6, emitter.build, f"strip_{dot.name}_" + "_".join(str(int(p)) for p in parts))
+    parts = int(layout.is_4bit), layout.group, int(layout.has_min), layout.scales, layout.columns
+    return op(void, [i64] * 6, emitter.build, f"strip_{dot.name}_" + "_".join(map(str, parts)))

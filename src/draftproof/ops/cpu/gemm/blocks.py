@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.ops.cpu.gemm.block_dot import BLOCK, BlockLayout, strip_blocks
+from draftproof.ops.contract.block_scales import split_scales
+from draftproof.ops.cpu.gemm.block_dot import BLOCK, SUPER_BLOCKS, BlockLayout, strip_blocks
 from draftproof.ops.cpu.gemm.block_rows import embed_blocks
 from draftproof.ops.cpu.gemm.byte_dot import TILE_ROWS, UNIT_COLUMNS, Dot, select_dot, tile_index
 from draftproof.ops.cpu.gemm.fma import ROW_CHUNK, finish, unit_rows
@@ -22,17 +23,25 @@ from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import Kernel, kernel, load_i64, share, store_f32
 
 INT8_MAX = 127
+SCALE_TYPES = {torch.float16: "fp16", torch.float32: "fp32", torch.int8: "int8"}
 _ZERO = np.float32(0.0)
 
 
 def pack_blocks(data: Tensor, scales: Tensor) -> PackedWeight:
-    """Pack integers [N, K] with scales [N, K / group, 1 or 2] (scale, minimum) into strips of columns."""
-    (columns, depth), groups, width = data.shape, scales.shape[1], select_dot(has_signed_weights=False).width
+    """Pack integers [N, K] with scales [N, K / group, 1 or 2] (scale, minimum) into strips of columns.
+
+    Scales in two levels are uint8, see `block_scales`.
+    """
+    (columns, depth), width = data.shape, select_dot(has_signed_weights=False).width
+    bases = None
+    if scales.dtype == torch.uint8:
+        bases, levels = split_scales(scales)
+        scales = levels.flatten(1, 2)
     layout = BlockLayout(
         is_4bit=data.dtype == torch.uint8,
-        group=depth // groups,
+        group=depth // scales.shape[1],
         has_min=scales.shape[2] == 2,
-        is_fp16=scales.dtype == torch.float16,
+        scales=SCALE_TYPES[scales.dtype],
         columns=width,
     )
     padded, blocks = -(-columns // UNIT_COLUMNS) * UNIT_COLUMNS, depth // BLOCK
@@ -47,8 +56,15 @@ def pack_blocks(data: Tensor, scales: Tensor) -> PackedWeight:
     factors[:columns] = scales
     # [strips, blocks, scale or minimum, groups of a block, columns]
     factors = factors.view(-1, width, blocks, layout.num_groups, scales.shape[2]).permute(0, 2, 4, 3, 1)
-    parts = [factors.contiguous().view(torch.uint8).flatten(2), integers.flatten(2)]
-    return PackedWeight(torch.cat(parts, 2).contiguous(), depth, layout=layout)
+    packed = torch.cat([factors.contiguous().view(torch.uint8).flatten(2), integers.flatten(2)], 2)
+    if bases is not None:
+        above = torch.zeros(padded, *bases.shape[1:], dtype=bases.dtype)
+        above[:columns] = bases
+        # [strips, super-blocks, scale or minimum, columns]
+        above = above.view(-1, width, *bases.shape[1:]).permute(0, 2, 3, 1).contiguous()
+        packed = packed.view(*above.shape[:2], -1)
+        packed = torch.cat([above.view(torch.uint8).flatten(2), packed], 2)
+    return PackedWeight(packed.contiguous(), depth, layout=layout)
 
 
 @cache
@@ -91,7 +107,8 @@ def quantize_blocks(layout_floats: int, bf16: bool) -> Kernel:
 def make_linear(layout: BlockLayout, out_bf16: bool, dot: Dot) -> Kernel:
     """Return the kernel of a layout and an output dtype."""
     multiply = strip_blocks(layout, dot)
-    block_bytes, floats, width = layout.block_bytes, layout.row_floats, layout.columns
+    floats, width = layout.row_floats, layout.columns
+    block_bytes, base_bytes = layout.block_bytes, layout.base_bytes
 
     @kernel
     def linear_blocks(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -100,6 +117,7 @@ def make_linear(layout: BlockLayout, out_bf16: bool, dot: Dot) -> Kernel:
         weight, bias, columns = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
         depth = load_i64(args + 48)
         blocks = depth // BLOCK
+        strip_bytes = blocks * block_bytes + blocks // SUPER_BLOCKS * base_bytes
         chunks = (rows + ROW_CHUNK - 1) // ROW_CHUNK
         begin, end = share((columns + UNIT_COLUMNS - 1) // UNIT_COLUMNS * chunks, thread, threads)
         for unit in range(begin, end):
@@ -109,7 +127,7 @@ def make_linear(layout: BlockLayout, out_bf16: bool, dot: Dot) -> Kernel:
                 count = min(TILE_ROWS, last - row)
                 a, f = x + row * depth, row_floats + row * 4 * floats * blocks
                 for j in range(0, UNIT_COLUMNS, width):
-                    w = weight + (column + j) // width * blocks * block_bytes
+                    w = weight + (column + j) // width * strip_bytes
                     multiply(count, a, f, w, scratch + 4 * j, blocks)
                 for i in range(count):
                     line = scratch + 4 * i * UNIT_COLUMNS
