@@ -1,13 +1,13 @@
 """Distance of quantised models from the model in floats, beside other implementations of the same scheme.
 
-    python bench/quality.py TEXT.jsonl [--model smollm2-135m] [--weights gguf,int8,fp8,int4] [--kv int8,fp8]
-        [--peer-weights int8,int4] [--tokens 20000] [--context 512]
+    python bench/quality.py TEXT.jsonl [--model smollm2-135m] [--weights gguf,int8,fp8,int4,FOLDER]
+        [--kv int8,fp8] [--peer-weights int8,int4,FOLDER] [--tokens 20000] [--context 512]
 
 Reads the texts of a JSON-lines file and joins them to contexts. For each format of the weights, and each
 storage of K and V, prints the mean KL divergence over the whole vocabulary from the model in fp32, and the
-share of tokens whose most likely successor differs. `--peer-weights`: formats that transformers computes from
-the folder that `draftproof quantize` writes; needs the package compressed-tensors. The last line of stdout is
-JSON.
+share of tokens whose most likely successor differs. `--peer-weights`: what transformers computes too, formats
+from the folder that `draftproof quantize` writes; needs the package compressed-tensors. FOLDER is a quantised
+checkpoint of the same model. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def texts_of(value: Any) -> list[str]:
     return [text for part in parts for text in texts_of(part)]
 
 
-def engine(model: str, dtype: str, quantization: str, context: int) -> LLM:
+def engine(model: str, dtype: str, quantization: str | None, context: int) -> LLM:
     """Return an engine that is used for its weights and ops alone."""
     return LLM(
         model, dtype=dtype, quantization=quantization, device="cpu", max_model_len=context, warm_up=False
@@ -74,13 +74,21 @@ def ours(llm: LLM, context: int, kv_cache_dtype: str = "auto") -> Logprobs:
     return run
 
 
+def is_folder(name: str) -> bool:
+    """Return whether a format is given as the folder of a checkpoint."""
+    return Path(name).is_dir()
+
+
 def transformers_peer(model: str, form: str) -> Logprobs:
     """Return the forward pass of transformers over the folder of `draftproof quantize`."""
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
-        assert draftproof(["quantize", model, f"{folder}/out", "--format", form]) == 0
-        peer: Any = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/out", dtype=torch.float32)
+        path = form
+        if not is_folder(form):
+            path = f"{folder}/out"
+            assert draftproof(["quantize", model, path, "--format", form]) == 0
+        peer: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     @torch.no_grad()
     def run(ids: Tensor) -> Tensor:
@@ -109,7 +117,8 @@ def main() -> None:
     exact = ours(exact_llm, options.context)
     models: dict[str, Logprobs] = {"bfloat16": ours(bf16_llm, options.context)}
     for name in names["weights"]:
-        models[name] = ours(engine(options.model, "bfloat16", name, options.context), options.context)
+        where, form = (name, None) if is_folder(name) else (options.model, name)
+        models[name] = ours(engine(where, "bfloat16", form, options.context), options.context)
     for name in names["kv"]:
         models[f"kv {name}"] = ours(bf16_llm, options.context, name)
     for name in names["peer_weights"]:
