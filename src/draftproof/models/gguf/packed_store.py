@@ -65,27 +65,33 @@ class PackedStore:
 
     def _add(self, name: str, weights: Sequence[GGUFWeight], bias: Tensor | None) -> Any:
         """Pack weights in chunks and append them to the file; without a file they stay in memory."""
+        entry = self._write(self._states(weights))
+        if entry is not None:
+            self._index[name] = entry
+            assert self._file is not None
+            size, begin = entry["end"] - entry["begin"], entry["begin"]
+            mapped = mmap.mmap(self._file.fileno(), size, offset=begin, access=mmap.ACCESS_COPY)
+            made = self._restore(entry, _view(mapped, 0, entry["shape"]), bias)
+        else:
+            states = list(self._states(weights))
+            entry = {"columns": sum(state.columns for state in states), "values": states[0].values}
+            made = self._restore(entry, torch.cat([state.weight for state in states]), bias)
+        for weight in weights:
+            weight.release()
+        return made
+
+    def _states(self, weights: Sequence[GGUFWeight]) -> Iterator[PackedState]:
+        """Pack chunk by chunk; no more than one for each thread are in memory."""
 
         def pack(rows: tuple[int, int]) -> PackedState:
             chunk = decode_range(weights, *rows)
             assert chunk.scales is not None
             return self._ops.forward.packed_state(chunk.format, chunk.data, chunk.scales)
 
+        ranges = chunk_ranges(weights)
         with ThreadPoolExecutor(THREADS) as pool:
-            states = list(pool.map(pack, chunk_ranges(weights)))
-        for weight in weights:
-            weight.release()
-        tensors = [state.weight for state in states]
-        entry: dict[str, Any] = {"columns": sum(state.columns for state in states)}
-        entry["values"] = states[0].values
-        entry["shape"] = [sum(map(len, tensors)), *tensors[0].shape[1:]]
-        if self._write(tensors, entry):
-            self._index[name] = entry
-            assert self._file is not None
-            size, begin = entry["end"] - entry["begin"], entry["begin"]
-            mapped = mmap.mmap(self._file.fileno(), size, offset=begin, access=mmap.ACCESS_COPY)
-            return self._restore(entry, _view(mapped, 0, entry["shape"]), bias)
-        return self._restore(entry, torch.cat(tensors), bias)
+            for first in range(0, len(ranges), THREADS):
+                yield from pool.map(pack, ranges[first : first + THREADS])
 
     def _create(self) -> None:
         """Open a temporary file beside the target. A folder that cannot be written is logged."""
@@ -96,23 +102,25 @@ class PackedStore:
         except OSError as error:
             self._fail(error)
 
-    def _write(self, tensors: Sequence[Tensor], entry: dict[str, Any]) -> bool:
-        """Append tensors at the beginning of a page; return whether they are in the file."""
+    def _write(self, states: Iterator[PackedState]) -> dict[str, Any] | None:
+        """Append a weight at the beginning of a page; return its entry, or None if it is not in the file."""
         if self._file is None:
-            return False
+            return None
         try:
             self._file.seek(-(-self._file.tell() // PAGE_BYTES) * PAGE_BYTES)
-            entry["begin"], checksum = self._file.tell(), 0
-            for tensor in tensors:
-                data = tensor.contiguous().view(torch.uint8).numpy().data
-                checksum = zlib.crc32(data, checksum)
+            entry: dict[str, Any] = {"begin": self._file.tell(), "columns": 0, "shape": [0], "checksum": 0}
+            for state in states:
+                data = state.weight.contiguous().view(torch.uint8).numpy().data
+                entry["checksum"] = zlib.crc32(data, entry["checksum"])
+                entry["columns"] += state.columns
+                entry["shape"] = [entry["shape"][0] + len(state.weight), *state.weight.shape[1:]]
+                entry["values"] = state.values
                 self._file.write(data)
             self._file.flush()
-            entry |= {"end": self._file.tell(), "checksum": checksum}
-            return True
+            return entry | {"end": self._file.tell()}
         except OSError as error:
             self._fail(error)
-            return False
+            return None
 
     def _fail(self, error: OSError) -> None:
         """Log that the next start will be as slow as this one; weights that were written stay mapped."""
@@ -167,6 +175,10 @@ def _read(path: Path) -> tuple[mmap.mmap | None, dict[str, dict[str, Any]]]:
         with ThreadPoolExecutor(THREADS) as pool:  # this pass also reads the file into memory
             if not all(pool.map(is_intact, index.values())):
                 raise ValueError("a tensor is damaged")
+        if hasattr(
+            mmap, "MADV_DONTNEED"
+        ):  # pages become resident again as they are used: few of an embedding
+            data.madvise(mmap.MADV_DONTNEED)
         return data, index
     except (OSError, ValueError, struct.error) as error:
         _LOG.warning("packing again: %s: %s", path, error)
