@@ -79,7 +79,7 @@ def test_fuzzed_requests_match_the_document(api: Any, path: str, mode: Generatio
     @given(api[path][method].as_strategy(generation_mode=mode))
     @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     def check(case: Any) -> None:
-        case.call_and_validate(checks=CHECKS, timeout=60)
+        case.call_and_validate(checks=CHECKS, timeout=300)
 
     check()
 

@@ -129,7 +129,7 @@ def test_server_with_a_certificate_uses_tls(folder: Any, certificate: tuple[str,
     cert, key = certificate
     with serving(tiny(folder), Settings(ssl_certfile=cert, ssl_keyfile=key)) as running:
         trusted = ssl.create_default_context(cafile=cert)
-        with httpx.Client(base_url=running.url, verify=trusted, timeout=60) as client:
+        with httpx.Client(base_url=running.url, verify=trusted, timeout=300) as client:
             assert client.post("/v1/completions", json=BODY).status_code == 200
             body = {**BODY, "max_tokens": 4, "stream": True}
             assert client.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")

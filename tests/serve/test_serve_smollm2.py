@@ -67,12 +67,12 @@ def test_json_schema_output_is_the_same_with_and_without_speculation(served: Pro
         "top_logprobs": 3,
     }
     replies = [
-        httpx.post(f"{served.url}/v1/chat/completions", json={**body, "speculative": on}, timeout=60).json()
+        httpx.post(f"{served.url}/v1/chat/completions", json={**body, "speculative": on}, timeout=300).json()
         for on in (True, False)
     ]
     first, second = (reply["choices"][0] for reply in replies)
     assert first["logprobs"] == second["logprobs"] and first["message"] == second["message"]
     assert set(json.loads(first["message"]["content"])) == {"city", "big"}
     wrong = {**body, "response_format": {"type": "json_schema", "json_schema": {"schema": {"if": {}}}}}
-    error = httpx.post(f"{served.url}/v1/chat/completions", json=wrong, timeout=60).json()["error"]
+    error = httpx.post(f"{served.url}/v1/chat/completions", json=wrong, timeout=300).json()["error"]
     assert error["param"] == "response_format" and "'if' is not supported" in error["message"]
