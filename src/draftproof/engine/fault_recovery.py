@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from draftproof.array_types import Ints
-from draftproof.engine.drafting.proposer_inputs import ProposerHooks
+from draftproof.engine.drafting.proposer_hooks import ProposerHooks
 from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Sequence, StepPlan

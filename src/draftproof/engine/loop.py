@@ -18,7 +18,7 @@ import numpy as np
 from draftproof.array_types import Bools, Ints
 from draftproof.engine.drafting.policy import DraftDecision, DraftPolicy, StepObservation
 from draftproof.engine.drafting.prediction_drafts import PredictionDrafts, with_prediction_source
-from draftproof.engine.drafting.proposer_inputs import ProposerHooks, propose_batch
+from draftproof.engine.drafting.proposer_hooks import ProposerHooks, propose_batch
 from draftproof.engine.drafting.run_ahead import StepTimes
 from draftproof.engine.fault_recovery import FaultRecovery, StepFault
 from draftproof.engine.invariants import check_step

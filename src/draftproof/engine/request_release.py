@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from draftproof.array_types import Bools, Ints
-from draftproof.engine.drafting.proposer_inputs import ProposerHooks
+from draftproof.engine.drafting.proposer_hooks import ProposerHooks
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.slots import Slots
