@@ -12,7 +12,7 @@ import msgspec
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.api.generation import request_schema as schema
-from draftproof.serve.api.generation.output_options import OutputOptions
+from draftproof.serve.api.generation.output_parser import OutputOptions
 from draftproof.serve.api.generation.prompt_parser import ParsedPrompt, PromptParser, content_text
 from draftproof.serve.api.generation.tool_options import ToolOptions, read_tools
 from draftproof.serve.http.errors import ApiError

@@ -19,7 +19,7 @@ from draftproof.serve.api.generation.logprob_format import (
     TokenStrings,
     logprob_rows,
 )
-from draftproof.serve.api.generation.output_options import ChoiceStream
+from draftproof.serve.api.generation.output_parser import ChoiceStream
 from draftproof.serve.api.generation.prompt_parser import ParsedPrompt
 from draftproof.serve.api.generation.request_parser import ParsedRequest
 from draftproof.serve.api.generation.response_schema import (
