@@ -24,8 +24,8 @@ from draftproof.models import hub, load
 from draftproof.models.config import ModelConfig, RopeScaling
 from draftproof.models.expected_tensors import dummy_tensors
 from draftproof.models.gguf import weight_cache
+from draftproof.models.gguf.dense import config_from_gguf
 from draftproof.models.gguf.file import read_gguf
-from draftproof.models.gguf.llama import config_from_gguf
 from draftproof.models.load import load_checkpoint, load_config
 from draftproof.models.registry import expected_tensors
 from draftproof.models.rope import inverse_frequencies, qk_to_halves
