@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from draftproof.cli.serve import add_options, read_settings
 from draftproof.errors import ConfigError
 from draftproof.serve.api.generation.request_schema import Message
-from draftproof.serve.api.responses import input_items
+from draftproof.serve.api.responses import translate
 from draftproof.serve.api.responses.store import ResponseStore
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.settings import ApiKeys, Settings
@@ -104,8 +104,8 @@ def test_control_lost_seed_changes_the_bits(served: Served, monkeypatch: pytest.
     """Negative control: translate without the seed."""
     want = chat(served, extra_body={"seed": 1}).choices[0].token_ids
     assert create(served, seed=1).token_ids == want
-    names = tuple(name for name in input_items._SAME_NAMES if name != "seed")
-    monkeypatch.setattr(input_items, "_SAME_NAMES", names)
+    names = tuple(name for name in translate._SAME_NAMES if name != "seed")
+    monkeypatch.setattr(translate, "_SAME_NAMES", names)
     assert create(served, seed=1).token_ids != want
 
 

@@ -37,7 +37,7 @@ from draftproof.serve.api.pooling.schema import (
     ScoreRequest,
     ScoreResponse,
 )
-from draftproof.serve.api.responses.item_list import MAX_LIMIT
+from draftproof.serve.api.responses.input_items import MAX_LIMIT
 from draftproof.serve.api.responses.request_schema import ResponseRequest
 from draftproof.serve.api.responses.response_schema import (
     DeletedResponse,

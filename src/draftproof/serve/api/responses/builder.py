@@ -12,9 +12,9 @@ from draftproof.outputs import LogprobRow, RequestOutput
 from draftproof.serve.api.generation.output_items import ItemBuilder, ItemChange, ItemEncoder, OutputItem
 from draftproof.serve.api.generation.request_schema import CalledFunction, Message, MessageToolCall
 from draftproof.serve.api.responses import response_schema as schema
-from draftproof.serve.api.responses.input_items import input_messages
 from draftproof.serve.api.responses.request_schema import ResponseRequest
 from draftproof.serve.api.responses.store import ResponseStore
+from draftproof.serve.api.responses.translate import input_messages
 from draftproof.serve.http.errors import ApiError
 
 ID_PREFIXES = {"text": "msg_", "call": "fc_", "reasoning": "rs_"}

@@ -11,11 +11,11 @@ from draftproof.serve.api.generation.handler import CompletionHandler
 from draftproof.serve.api.generation.request_schema import ChatCompletionRequest, Message
 from draftproof.serve.api.generation.route import EventEncoder, GenerationRoute, renamed
 from draftproof.serve.api.responses.builder import ResponsesBuilder, ResponsesEncoder
-from draftproof.serve.api.responses.input_items import chat_request
-from draftproof.serve.api.responses.item_list import item_page
+from draftproof.serve.api.responses.input_items import item_page
 from draftproof.serve.api.responses.request_schema import ResponseRequest
 from draftproof.serve.api.responses.response_schema import DeletedResponse, InputTokenCount
 from draftproof.serve.api.responses.store import OFF, ResponseStore
+from draftproof.serve.api.responses.translate import chat_request
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.io import read_json, send_body, send_json
 from draftproof.serve.http.request_guard import RequestGuard
