@@ -23,7 +23,7 @@ from draftproof.models.families import checkpoint as families
 from draftproof.models.load import load_checkpoint
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
-from draftproof.models.stored_tensors import stored_tensors
+from draftproof.models.tensor_sizes import stored_tensors
 from draftproof.models.weights import low_bit
 from draftproof.ops import resolve
 from draftproof.sampling_params import SamplingParams

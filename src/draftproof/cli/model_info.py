@@ -13,7 +13,7 @@ from draftproof.errors import DraftproofError
 
 if TYPE_CHECKING:
     from draftproof.models.config import ModelConfig
-    from draftproof.models.stored_tensors import TensorKind
+    from draftproof.models.tensor_sizes import TensorKind
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
     from draftproof.models.load import load_config
     from draftproof.models.registry import expected_tensors, kv_layout
-    from draftproof.models.stored_tensors import stored_tensors
+    from draftproof.models.tensor_sizes import stored_tensors
     from draftproof.text.tokenizer import load_tokenizer
 
     config, source = load_config(options.model)
@@ -72,7 +72,7 @@ def _heads(config: ModelConfig) -> str:
 
 def print_tensors(kinds: list[TensorKind], console: Console) -> None:
     """Print bytes and memory by kind of tensor, and how fast this machine can read them."""
-    from draftproof.models.stored_tensors import read_bandwidth
+    from draftproof.models.tensor_sizes import read_bandwidth
 
     table = Table(box=None)
     for name in ("tensors", "number", "format", "MB in the file", "MB in memory"):
