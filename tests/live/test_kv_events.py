@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,8 +11,10 @@ import pytest
 import zmq
 
 import tiny
+from draftproof.compat.kv_events_config import KVEventsConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.kv_events.events import block_hash
+from draftproof.engine.kv_events.publisher import can_bind
 from draftproof.errors import ConfigError
 from draftproof.sampling_params import SamplingParams
 
@@ -19,14 +22,14 @@ PAGE_TOKENS = 8
 HASH = bytes | int
 
 
-# types of vLLM's example consumer (examples/online_serving/kv_events_subscriber.py)
+# types of vLLM 0.33, from vllm/distributed/kv_events.py
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     ts: float
     events: list[Any]
     data_parallel_rank: int | None = None
 
 
-class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     pass
 
 
@@ -37,11 +40,23 @@ class BlockStored(KVCacheEvent):
     block_size: int
     lora_id: int | None
     medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class BlockRemoved(KVCacheEvent):
     block_hashes: list[HASH]
     medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
 
 
 class AllBlocksCleared(KVCacheEvent):
@@ -75,10 +90,12 @@ class Consumer:
             self.apply(data)
         self.replay.send_multipart((b"", self.next.to_bytes(8, "big")))
         while self.replay.poll(30_000):
-            _, number, data = self.replay.recv_multipart()
+            empty, topic, number, data = self.replay.recv_multipart()
+            assert empty == b""
             if int.from_bytes(number, "big", signed=True) == -1:
-                assert data == b""
+                assert (topic, data) == (b"", b"")
                 return
+            assert topic == b"kv"
             assert int.from_bytes(number, "big") == self.next
             self.apply(data)
         raise AssertionError("the replay did not end")
@@ -132,10 +149,15 @@ def test_events_replay_to_the_blocks_that_the_engine_holds(tmp_path: Any) -> Non
                 params = SamplingParams(max_tokens=rng.randrange(1, 20), ignore_eos=True, cache_salt=salt)
                 requests.append(tiny.request(100 * turn + i, params, prompt_token_ids=ids))
             tiny.run(engine, requests)
-            engine._publish_events()  # of requests that ended after the last step
             consumer.catch_up()
             assert consumer.blocks.keys() == held(engine)
         assert consumer.num_removed > 20 and consumer.next > 20
+        engine.add(tiny.request(0, SamplingParams(max_tokens=50, ignore_eos=True), length=30))
+        for _ in range(12):
+            engine.step()
+        assert engine.abort("0") and not engine.has_work  # no further step publishes its blocks
+        consumer.catch_up()
+        assert consumer.blocks.keys() == held(engine)
         engine.loop.scheduler.pages.clear()
         engine._publish_events()
         consumer.catch_up()
@@ -161,3 +183,33 @@ def test_config_is_checked() -> None:
     with pytest.raises(ConfigError, match="enable_prefix_caching"):
         tiny.engine(kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)
     assert tiny.engine(kv_events_config={"enable_kv_cache_events": False})._publisher is None
+
+
+def test_addresses_in_use_are_refused(tmp_path: Any) -> None:
+    """An address of another engine is refused, also where ZeroMQ would replace the file of its socket."""
+    free = zmq.Context()
+    with free.socket(zmq.PUB) as taken:
+        port = taken.bind_to_random_port("tcp://*")
+        taken.bind(f"ipc://{tmp_path}/taken")
+        for name in ("endpoint", "replay_endpoint"):
+            for address in (f"tcp://*:{port}", f"ipc://{tmp_path}/taken"):
+                other = {"endpoint": f"ipc://{tmp_path}/own", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+                config = {"enable_kv_cache_events": True, **other, name: address}
+                with pytest.raises(ConfigError, match=f"the {name} .* give every engine"):
+                    tiny.engine(kv_events_config=config)
+                assert not can_bind(KVEventsConfig.parse(config))
+        replica = KVEventsConfig.parse({"endpoint": f"tcp://*:{port}", "replay_endpoint": "tcp://*:0"})
+        assert not can_bind(replica) and can_bind(replace(replica, endpoint="tcp://*:0"))
+    free.term()
+
+
+def test_replicas_of_a_machine_have_their_own_ports() -> None:
+    """Offsets are vLLM's: the port plus the rank. A connected endpoint is the same for all."""
+    given = KVEventsConfig.parse({"endpoint": "tcp://*:5557", "replay_endpoint": "ipc:///tmp/replay"})
+    assert given.of_replica(0) == given
+    assert given.of_replica(3).endpoint == "tcp://*:5560"
+    assert given.of_replica(3).replay_endpoint == "ipc:///tmp/replay_dp3"
+    joined = KVEventsConfig.parse({"endpoint": "tcp://router:5557"})
+    assert joined.of_replica(2) == joined
+    with pytest.raises(ConfigError, match="no port for replica 4"):
+        KVEventsConfig.parse({"endpoint": "tcp://*:65533"}).of_replica(4)

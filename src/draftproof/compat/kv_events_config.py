@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from draftproof.errors import ConfigError, nearest
 
 PUBLISHERS = ("null", "zmq")
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,32 @@ class KVEventsConfig:
                 raise ConfigError(f"kv_events_config: {name} must be a positive integer, got {value!r}")
 
     @property
+    def binds_endpoint(self) -> bool:
+        """Return whether the PUB socket is bound, not connected."""
+        return any(part in self.endpoint for part in ("*", "::", "ipc://", "inproc://"))
+
+    def of_replica(self, rank: int) -> KVEventsConfig:
+        """Return the configuration of a replica: ports are larger by its rank, as between the ranks of vLLM.
+
+        Other addresses get a suffix. An endpoint that is connected is the same for all replicas.
+        """
+        endpoint = _offset(self.endpoint, rank) if self.binds_endpoint else self.endpoint
+        replay = self.replay_endpoint and _offset(self.replay_endpoint, rank)
+        return replace(self, endpoint=endpoint, replay_endpoint=replay)
+
+    @property
     def is_enabled(self) -> bool:
         """Return whether events are published."""
         return self.enable_kv_cache_events and self.publisher != "null"
+
+
+def _offset(endpoint: str, rank: int) -> str:
+    """Return the endpoint of a rank; rank 0 has the given one, and port 0 is any free port."""
+    if rank == 0:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    address, _, port = endpoint.rpartition(":")
+    if not port.isdigit() or int(port) + rank > MAX_PORT:
+        raise ConfigError(f"kv_events_config: {endpoint} has no port for replica {rank}")
+    return endpoint if int(port) == 0 else f"{address}:{int(port) + rank}"

@@ -52,15 +52,15 @@ class Engine(PausableEngine):
             self._ranks = start_ranks(config, checkpoint.config)
         try:
             self._build(checkpoint, progress)
+            if config.publishes_kv_events:
+                from draftproof.engine.kv_events.publisher import EventPublisher  # needs ZeroMQ
+
+                self._publisher = EventPublisher(KVEventsConfig.parse(config.kv_events_config or {}))
         except BaseException:
             self.close()
             raise
         self._sequences: dict[str, Sequence] = {}
         self._failure: Exception | None = None  # a step raised: the engine is dead
-        if config.publishes_kv_events:
-            from draftproof.engine.kv_events.publisher import EventPublisher  # needs ZeroMQ
-
-            self._publisher = EventPublisher(KVEventsConfig.parse(config.kv_events_config or {}))
 
     def _build(self, checkpoint: Checkpoint, progress: Progress) -> None:
         config = self.config
@@ -209,6 +209,7 @@ class Engine(PausableEngine):
             return False
         if self._failure is None:
             self.loop.release.abort(sequence)
+            self._publish_events()  # a step may not follow
         return True
 
     def step(self) -> StepResults:

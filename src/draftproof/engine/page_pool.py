@@ -92,6 +92,10 @@ class Pages:
             found.append(page)
         return found
 
+    def has(self, digest: bytes) -> bool:
+        """Return whether a page is published under the digest."""
+        return digest in self._place
+
     def publish(self, page: int, digest: bytes) -> bool:
         """Publish a full page that will not change; False if its content is published already."""
         assert page in self._users, f"page {page} has no user"
@@ -161,11 +165,20 @@ class PrefixCache:
         return self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
 
     def publish_pages(self, sequence: Sequence, computed: int) -> list[int]:
-        """Publish the full pages of a request up to `computed` tokens, for later plans; return new ones."""
+        """Publish the full pages of a request up to `computed` tokens, for later plans; return new ones.
+
+        A page is not published once the page before it has been evicted, since `find` would not reach it.
+        That happens where two requests computed the same prefix: published pages belong to one of them.
+        """
         if not self.enabled:
             return []
         first, full = sequence.num_published_pages, min(computed // self.page_size, len(sequence.digests))
-        new = [i for i in range(first, full) if self.pages.publish(sequence.pages[i], sequence.digests[i])]
+        new = []
+        for i in range(first, full):
+            if i and not self.pages.has(sequence.digests[i - 1]):
+                break
+            if self.pages.publish(sequence.pages[i], sequence.digests[i]):
+                new.append(i)
         if new and self.pages.events is not None:
             self._record(sequence, new, self.pages.events)
         sequence.num_published_pages = max(first, full)

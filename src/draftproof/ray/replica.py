@@ -7,10 +7,12 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from ray import serve
 from starlette.types import Message
 
 from draftproof.errors import EngineDeadError
 from draftproof.metrics import Histogram
+from draftproof.ray.event_endpoints import with_endpoints_of_replica
 from draftproof.ray.metrics import MetricExporter
 from draftproof.ray.routed_request import RoutedRequest
 from draftproof.serve.api.metrics import ServerMetrics
@@ -26,7 +28,8 @@ class EngineReplica:
 
     def __init__(self, model: str, engine: dict[str, Any], settings: Settings, log_level: str) -> None:
         configure_logging(log_level, None)
-        self._supervisor = Supervisor(model, log_level=log_level.upper(), **engine).start()
+        own = with_endpoints_of_replica(engine, serve.get_replica_context().rank.local_rank)
+        self._supervisor = Supervisor(model, log_level=log_level.upper(), **own).start()
         steps = Histogram()
         self._llm = connect(self._supervisor.address, on_step=steps.observe)
         name = settings.served_model_names[0] if settings.served_model_names else self._llm.config.model

@@ -1,6 +1,7 @@
-"""Events of the prefix cache, with the encoding of vLLM's `kv_events`: arrays, the first element is the tag.
+"""Events of the prefix cache, with the encoding of vLLM's `kv_events` since June 2026.
 
-A block is a page. Its hash is an integer of 64 bits, from the digest under which the page is published.
+A batch is an array, an event in it a map with its tag under `type`. A block is a page. Its hash is an integer
+of 64 bits, from the digest under which the page is published.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 MEDIUM = "GPU"  # the name in events for the memory of the engine itself
 
 
-class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """Base of all events."""
 
 
@@ -29,6 +30,7 @@ class BlockStored(KVCacheEvent):
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None  # of the first block of a salted request
+    cache_salt: str | None = None  # digest of the salt, as in `extra_keys`; a field that Dynamo reads
 
 
 class BlockRemoved(KVCacheEvent):
@@ -61,6 +63,7 @@ class EventLog:
         """Record that pages first..last - 1 of a request with these tokens and digests were published."""
         size = self.page_size
         extra: list[tuple[Any, ...] | None] | None = None
+        mark: str | None = None
         if salt:  # routers must not match these blocks with requests of another salt
             mark = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
             extra = [(mark,) if page == 0 else None for page in range(first, last)]
@@ -74,6 +77,7 @@ class EventLog:
                 medium=MEDIUM,
                 lora_name=None,
                 extra_keys=extra,
+                cache_salt=mark,
             )
         )
 

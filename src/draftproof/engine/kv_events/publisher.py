@@ -1,13 +1,16 @@
 """Publisher of KV events over ZeroMQ: PUB for new batches, ROUTER for a replay of past ones.
 
 A message has three parts: topic, number of the batch as 8 bytes big-endian, batch in msgpack. A consumer that
-finds a gap sends the first missing number to the ROUTER, and receives that batch and all later ones, then the
-number -1 with an empty batch. A thread owns the sockets; the engine never waits for a consumer.
+finds a gap sends the first missing number to the ROUTER. It receives the messages of that batch and of all
+later ones, then one with the number -1 and an empty batch. A thread owns the sockets; the engine never waits
+for a consumer.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 import threading
 import time
 from collections import deque
@@ -17,6 +20,7 @@ import zmq
 
 from draftproof.compat.kv_events_config import KVEventsConfig
 from draftproof.engine.kv_events.events import EventLog, KVEventBatch
+from draftproof.errors import ConfigError
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 STOP = b""  # in place of a batch: the thread ends
@@ -29,8 +33,9 @@ class EventPublisher:
     """Thread that publishes batches in order."""
 
     def __init__(self, config: KVEventsConfig) -> None:
-        """Bind or connect the sockets; ConfigError of ZeroMQ if an address is in use."""
+        """Bind or connect the sockets; ConfigError if an address is in use."""
         self._config = config
+        self._topic = config.topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._batches: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -39,20 +44,31 @@ class EventPublisher:
         self._received: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._received.rcvhwm = config.max_queue_size
         self._received.connect("inproc://batches")
-        self._pub: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
-        self._pub.set_hwm(config.hwm)
-        if any(part in config.endpoint for part in ("*", "::", "ipc://", "inproc://")):
-            self._pub.bind(config.endpoint)
-        else:
-            self._pub.connect(config.endpoint)
-        self._replay: zmq.Socket[bytes] | None = None
-        if config.replay_endpoint is not None:
-            self._replay = self._context.socket(zmq.ROUTER)
-            self._replay.bind(config.replay_endpoint)
+        try:
+            self._pub, self._replay = self._publishing_sockets()
+        except BaseException:
+            self._context.destroy(0)
+            raise
         self._number = 0  # of the next batch
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)  # number, batch
         self._thread = threading.Thread(target=self._run, name="draftproof-kv-events", daemon=True)
         self._thread.start()
+
+    def _publishing_sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
+        config = self._config
+        pub: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
+        pub.set_hwm(config.hwm)
+        if config.binds_endpoint:
+            bind(pub, config.endpoint, "endpoint")
+        else:
+            pub.connect(config.endpoint)
+        if config.replay_endpoint is None:
+            return pub, None
+        replay: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        # A ROUTER drops what exceeds its limit. A reader acknowledges messages in lots of half the limit.
+        replay.sndhwm = 2 * (config.buffer_steps + 1)
+        bind(replay, config.replay_endpoint, "replay_endpoint")
+        return pub, replay
 
     def publish(self, events: EventLog) -> None:
         """Publish the events that were recorded since the last call, as one batch."""
@@ -78,7 +94,7 @@ class EventPublisher:
         poller.register(self._received, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
-        topic, is_running = self._config.topic.encode(), True
+        is_running = True
         while is_running:
             ready = dict(poller.poll())
             if self._received in ready:
@@ -86,7 +102,7 @@ class EventPublisher:
                 is_running = batch != STOP
                 if is_running:
                     self._sent.append((number, batch))
-                    self._pub.send_multipart((topic, number, batch))
+                    self._pub.send_multipart((self._topic, number, batch))
             if self._replay is not None and self._replay in ready:
                 self._send_again(self._replay)
         self._received.close(0)
@@ -102,5 +118,45 @@ class EventPublisher:
         client, empty, first = parts
         for number, batch in self._sent:
             if number >= first:
-                replay.send_multipart((client, empty, number, batch))
-        replay.send_multipart((client, empty, END_OF_REPLAY, b""))
+                replay.send_multipart((client, empty, self._topic, number, batch))
+        replay.send_multipart((client, empty, b"", END_OF_REPLAY, b""))
+
+
+def can_bind(config: KVEventsConfig) -> bool:
+    """Return whether no other engine of this machine has the addresses of a configuration."""
+    with zmq.Context() as context:
+        try:
+            for endpoint in (config.endpoint if config.binds_endpoint else None, config.replay_endpoint):
+                if endpoint is not None:
+                    with context.socket(zmq.ROUTER) as probe:
+                        bind(probe, endpoint, "endpoint")
+        except ConfigError:
+            return False
+        return True
+
+
+def bind(publishing: zmq.Socket[bytes], endpoint: str, key: str) -> None:
+    """Bind a socket; ConfigError if another engine of this machine has the address."""
+    try:
+        # ZeroMQ would replace the file of another socket that is in use.
+        if endpoint.startswith("ipc://") and _has_listener(endpoint.removeprefix("ipc://")):
+            raise zmq.ZMQError(errno.EADDRINUSE)
+        publishing.bind(endpoint)
+    except zmq.ZMQError as error:
+        hint = (
+            "give every engine of a machine one of its own"
+            if error.errno == errno.EADDRINUSE
+            else "change it"
+        )
+        raise ConfigError(
+            f"kv_events_config: the {key} {endpoint} cannot be bound ({error}): {hint}"
+        ) from None
+
+
+def _has_listener(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
