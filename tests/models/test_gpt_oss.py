@@ -144,7 +144,7 @@ def test_control_gate_and_up_as_halves_are_detected(tmp_path: Path, monkeypatch:
         moved = {n: t[:, order] if "gate_up_proj_" in n else t for n, t in tensors.items()}
         return split(moved, config)
 
-    monkeypatch.setattr("draftproof.models.load.split_stacked_experts", wrong)
+    monkeypatch.setattr("draftproof.models.families.checkpoint.split_stacked_experts", wrong)
     assert error(tmp_path, model) > 1e-2
 
 

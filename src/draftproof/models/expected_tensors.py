@@ -17,8 +17,6 @@ from draftproof.models.registry import expected_tensors
 
 _MTP = re.compile(r"(model\.)?mtp[._]")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# Buffers that old exporters wrote into checkpoints; they are computed from the config instead.
-IGNORED_TENSORS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\..*")
 
 
 def dense_tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -18,12 +18,8 @@ from torch import Tensor
 from draftproof.errors import ConfigError, LoadError, nearest
 from draftproof.models.config import ModelConfig, read_json
 from draftproof.models.draft_head.mtp_forms import declared_mtp_layers
-from draftproof.models.expected_tensors import (
-    IGNORED_TENSORS,
-    dummy_tensors,
-    split_draft_tensors,
-)
-from draftproof.models.families.checkpoint import split_fused, split_stacked_experts, text_tensors
+from draftproof.models.expected_tensors import dummy_tensors, split_draft_tensors
+from draftproof.models.families.checkpoint import model_names, stored_norms
 from draftproof.models.families.moe import keeps_stored_dtype
 from draftproof.models.gguf.dense import config_from_gguf, gguf_tensors, gguf_weights
 from draftproof.models.gguf.file import GGUFFile, is_gguf, read_gguf
@@ -163,12 +159,8 @@ def _load_safetensors(
         for name, tensor in read_safetensors(path).items():
             if name in stored:
                 raise LoadError(f"{path}: {name} is in another file of this checkpoint too")
-            if not IGNORED_TENSORS.fullmatch(name):
-                stored[name] = tensor
-    if "embed_tokens.weight" in stored:  # a decoder without its LM head, as embedding models are saved
-        stored = {name if name.startswith("lm_head.") else f"model.{name}": t for name, t in stored.items()}
-    stored = split_stacked_experts(split_fused(text_tensors(stored), config), config)
-    tensors, draft_tensors = split_draft_tensors(stored, raw)
+            stored[name] = tensor
+    tensors, draft_tensors = split_draft_tensors(model_names(stored, config), raw)
     if draft_tensors or declared_mtp_layers(raw):
         config = replace(config, mtp_source=str(source))
     config = _resolve_tied_embeddings(config, tensors)
@@ -181,10 +173,7 @@ def _load_safetensors(
     dtype = requested or (torch.float32 if stored_dtype == torch.float32 else torch.bfloat16)
     stored_name = str(stored_dtype).removeprefix("torch.")
     config = replace(config, dtype=quantization.name if quantization else stored_name)
-    if config.norm_offset:
-        for name, tensor in floats.items():
-            if name.endswith("norm.weight"):
-                floats[name] = tensor.float() + config.norm_offset
+    floats = stored_norms(floats, config)
     if converts:
         floats = {n: t if keeps_stored_dtype(n, config) else t.to(dtype) for n, t in floats.items()}
     weights |= {name: FloatWeight(tensor) for name, tensor in floats.items()}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, read_json
+from draftproof.models.families.checkpoint import model_names, stored_norms
 from draftproof.models.rope import loaded_form
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
 from draftproof.models.weight_formats import PackedEntry, WeightTensor
@@ -62,18 +63,20 @@ def target_weights(
     quantize: Callable[[dict[str, WeightTensor]], None],  # in place, as when the model was loaded
 ) -> dict[str, WeightTensor]:
     """Return the weights of a model from tensors of its checkpoint, in the formats of `entries`."""
-    given = dict(tensors)
+    given = model_names(tensors, config)
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     if config.tie_embeddings and head in given:  # trainers often list both
         if table not in given or not torch.equal(given[head], given[table]):
             raise LoadError(f"{head} is the embedding of this model: give {table} alone")
         del given[head]
     formats = {name: one for entry in entries for name, one in entry.formats.items()}
-    weights: dict[str, WeightTensor] = {}
-    for name, tensor in loaded_form(given, config).items():
+    for name, tensor in given.items():
         if not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
             raise LoadError(f"{name} is {kind}: give floats, or files in the format of the model")
-        weights[name] = FloatWeight(tensor.to(_DTYPES.get(formats.get(name, ""), dtype)))
+    weights: dict[str, WeightTensor] = {
+        name: FloatWeight(tensor.to(_DTYPES.get(formats.get(name, ""), dtype)))
+        for name, tensor in stored_norms(loaded_form(given, config), config).items()
+    }
     quantize(weights)
     return weights
