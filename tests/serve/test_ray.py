@@ -43,6 +43,7 @@ pytestmark = [
 ]
 
 NUM_REQUESTS = 200
+NUM_SYSTEM_PROMPTS = 20
 NUM_CLIENTS = 8
 TIMES = ("created", "metrics")  # fields that contain the time
 
@@ -206,27 +207,31 @@ def test_scaling_down_loses_no_stream(model: str, alone: Program, url: str) -> N
     wait_for(lambda: len(engine_pids(before)) == 1)
 
 
-def test_prefix_routing_finds_twice_the_cached_tokens(model: str, url: str) -> None:
-    """Send 20 system prompts three times each to 4 replicas."""
+def ask(client: openai.OpenAI, number: int) -> Any:
+    """Send a request with one of the shared system prompts; return the usage."""
+    system = f"{number % NUM_SYSTEM_PROMPTS} " + "one two three four five six " * 25
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": str(number)}]
+    made = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1, temperature=0.0)
+    return made.usage
+
+
+def test_prefix_routing_finds_twice_the_cached_tokens(model: str, alone: Program, url: str) -> None:
+    """Send 20 system prompts in turn to two replicas; the cache of a replica holds 10 of them and a half."""
     from ray import serve
 
+    with openai.OpenAI(base_url=f"{alone.url}/v1", api_key="none", timeout=TIMEOUT_SECONDS) as client:
+        tokens = ask(client, 0).prompt_tokens
     rates = {}
     for routing in ("load", "prefix"):
         serve.delete("default")
-        deploy_and_wait(model, num_replicas=4, routing=routing)
-        cached = total = 0
+        deploy_and_wait(model, routing=routing, kv_cache_tokens=(2 * NUM_SYSTEM_PROMPTS + 2) * tokens // 4,
+                        max_model_len=2 * tokens)  # fmt: skip
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_SECONDS) as client:
-            for number in range(60):
-                system = f"{number % 20} " + "one two three four five six " * 25
-                messages = [{"role": "system", "content": system}, {"role": "user", "content": str(number)}]
-                made = client.chat.completions.create(
-                    model="tiny", messages=messages, max_tokens=1, temperature=0.0
-                )
-                total += made.usage.prompt_tokens
-                cached += made.usage.prompt_tokens_details.cached_tokens
-        rates[routing] = cached / total
-    print("share of cached prompt tokens:", rates)
-    assert rates["prefix"] >= 2 * rates["load"]
+            used = [ask(client, number) for number in range(4 * NUM_SYSTEM_PROMPTS)]
+        cached = sum(usage.prompt_tokens_details.cached_tokens for usage in used)
+        rates[routing] = cached / sum(usage.prompt_tokens for usage in used)
+    print(f"share of cached prompt tokens, prompts of {tokens}: {rates}")
+    assert rates["prefix"] >= 2 * rates["load"] > 0
 
 
 @pytest.mark.parametrize(
@@ -278,7 +283,9 @@ def test_router_prefers_the_longest_recorded_prefix() -> None:
     assert record.longest_match([b"1", b"2"], {"y"}) == {"y"} and not record.longest_match([b"8"], both)
     record.add([b"5", b"6", b"7"], "x")  # the seventh block: the least recent one is dropped
     assert record.longest_match([b"1", b"2", b"3"], both) == {"x"}
+    assert record.fewest_blocks(["x", "y"]) == ["y"] and record.fewest_blocks(["x", "y", "z"]) == ["z"]
     record.remove("x")
+    assert record.fewest_blocks(["x", "y"]) == ["x"]
     assert record.longest_match([b"1", b"2"], both) == {"y"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,14 +27,18 @@ class PrefixRecord:
     def __init__(self, max_blocks: int = MAX_RECORDED_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._replicas: OrderedDict[bytes, set[Any]] = OrderedDict()  # by hash, least recent first
+        self._num_blocks: Counter[Any] = Counter()  # by replica
 
     def add(self, hashes: Sequence[bytes], replica: Any) -> None:
         """Record that a prompt was routed to a replica."""
         for block in reversed(hashes):  # the first blocks are the most recent: they are shared by most
-            self._replicas.setdefault(block, set()).add(replica)
+            having = self._replicas.setdefault(block, set())
+            self._num_blocks[replica] += replica not in having
+            having.add(replica)
             self._replicas.move_to_end(block)
         while len(self._replicas) > self._max_blocks:
-            self._replicas.popitem(last=False)
+            _, having = self._replicas.popitem(last=False)
+            self._num_blocks.subtract(having)
 
     def longest_match(self, hashes: Sequence[bytes], replicas: set[Any]) -> set[Any]:
         """Return those of `replicas` with the longest recorded prefix; none if it is short."""
@@ -46,14 +50,20 @@ class PrefixRecord:
             matched, num_matched = having, num_matched + 1
         return matched if num_matched and num_matched >= MIN_MATCHED_SHARE * len(hashes) else set()
 
+    def fewest_blocks(self, replicas: Sequence[Any]) -> list[Any]:
+        """Return those of `replicas` with the fewest recorded blocks, whose caches have the most room."""
+        fewest = min((self._num_blocks[replica] for replica in replicas), default=0)
+        return [replica for replica in replicas if self._num_blocks[replica] == fewest]
+
     def remove(self, replica: Any) -> None:
         """Remove a replica that ended."""
+        del self._num_blocks[replica]
         for replicas in self._replicas.values():
             replicas.discard(replica)
 
 
 class PrefixRouter(LocalityMixin, RequestRouter):
-    """Router by prefix, with power of two choices by load otherwise."""
+    """Router by prefix. A new prefix goes to the shortest queue, between equal ones to the emptiest cache."""
 
     def initialize_state(self, max_queue_difference: int = 8) -> None:
         """Set the difference of queue lengths from which the load alone decides."""
@@ -63,7 +73,7 @@ class PrefixRouter(LocalityMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas with the longest prefix, then two at random."""
+        """Return the replicas with the longest prefix or for a new one, then two at random."""
         by_load = [r for r in self.apply_locality_routing(pending_request) if r in self.curr_replicas]
         ranks = [random.sample(by_load, min(2, len(by_load)))]
         hashes = _hashes(pending_request)
@@ -72,7 +82,11 @@ class PrefixRouter(LocalityMixin, RequestRouter):
             shortest = min(lengths.values(), default=0)
             limit = shortest + self._max_queue_difference
             matched = self._record.longest_match(hashes, set(lengths))
-            ranks.insert(0, [replica for replica in matched if lengths[replica] <= limit])
+            chosen = [replica for replica in matched if lengths[replica] <= limit]
+            if not matched:
+                idle = [replica for replica, length in lengths.items() if length == shortest]
+                chosen = self._record.fewest_blocks(idle)
+            ranks.insert(0, chosen)
         return [[self.curr_replicas[replica] for replica in rank] for rank in ranks if rank]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
