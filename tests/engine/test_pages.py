@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from draftproof.engine.page_pool import Pages, digests
+from draftproof.engine.page_pool import Pages, PrefixCache, digests
 from scheduler_fuzz import HYPOTHESIS
 
 SIZE = 4
@@ -237,6 +239,26 @@ def test_pages_in_use_are_never_evicted():
     with pytest.raises(MemoryError, match="1 pages requested, 0 are free"):
         pages.take(1)
     assert pages.find(list(digests([1] * 3 * SIZE, SIZE))) == mine
+
+
+def test_page_after_an_evicted_one_is_not_published():
+    """Two requests compute the same text. After its published copy is evicted, no later page is found."""
+    pages = Pages(7)
+    cache = PrefixCache(pages, SIZE, enabled=True)
+    tokens, params = list(range(3 * SIZE)), SimpleNamespace(cache_salt=None)
+    first, second = (
+        SimpleNamespace(digests=[], ids=[], num_published_pages=0, pages=pages.take(n),
+                        request=SimpleNamespace(params=params)) for n in (2, 3)
+    )  # fmt: skip
+    for request in (first, second):
+        cache.remember(request, tokens[: 2 * SIZE], 2 * SIZE)
+    pages.release(first.pages)
+    taken = pages.take(pages.num_free)
+    cache.remember(second, tokens, len(tokens))
+    assert not any(map(pages.has, second.digests))
+    pages.release([*second.pages, *taken])
+    assert pages.num_idle == 0
+    pages.check()
 
 
 def test_equal_text_is_published_once():
