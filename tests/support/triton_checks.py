@@ -37,8 +37,9 @@ from draftproof.models.weight_formats import (
 from draftproof.ops import Attention, AttentionShape, Rows, resolve
 from draftproof.ops.reference.backend import ReferenceOps
 from draftproof.ops.triton import graphs, kl_grad
-from draftproof.ops.triton.attention import prefill, worklist
+from draftproof.ops.triton.attention import merge, prefill, worklist
 from draftproof.ops.triton.attention import splitkv as attention_kernels
+from draftproof.ops.triton.attention.tiles import TileConfig
 from draftproof.ops.triton.gemm import dense, fused, tiles
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.sampling import topk, topk_topp
@@ -366,7 +367,7 @@ def prefill_attention_has_the_bits_of_split_kv() -> None:
         x, rows = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype), paged.rows(where)
         rows.slots[-1] = -1
         plain = ops.forward.attention(x, rows, heads, paged.cache)[:-1]
-        config = prefill.TileConfig(16, 2, 3)
+        config = TileConfig(16, 2, 3)
         ahead = {32: config._replace(splits_full_blocks=False, prefetches_pages=True)}
         tables = {"SHORT_TILES_96": ahead, "TALL_TILES": ahead}
         tables["CHUNKED_TILES"] = {16: config, 32: config._replace(splits_full_blocks=False)}
@@ -386,6 +387,38 @@ def prefill_attention_has_the_bits_of_split_kv() -> None:
                 assert not ops.forward._partials.counters.any()
         want = ref.forward.attention(x[:-1], paged.rows(where[:-1]), heads, paged.cache)
         assert_close(plain, want, dtype)
+
+
+@check
+def attention_tile_options_do_not_change_bits() -> None:
+    """Compare the loop over spans and the merge by rows with the plain kernels: three launches, odd pages."""
+    cases = (("grouped", DTYPES[1], DTYPES[1], 8), ("long_window", DTYPES[0], DTYPES[0], 8))
+    for name, dtype, kv_dtype, page in (*cases, ("grouped", DTYPES[1], torch.int8, 128)):
+        heads = HEADS[name]
+        paged = Paged(heads, [645, 5, 128], kv_dtype, page_size=page)
+        where = [(0, p) for p in range(638, 642)] + [(1, 4), (2, 127), (2, 126)]
+        x, rows = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=dtype), paged.rows(where)
+        rows.slots[-1] = -1
+        plain = ops.forward.attention(x, rows, heads, paged.cache)[:-1]
+        tile = TileConfig(16, 1, 2, span_loop=True, merges_rows=True)
+        tables = {"TALL_TILES": {16: tile, 32: tile}, "CHUNKED_TILES": {16: tile, 32: tile}}
+        split = attention_kernels.SplitTile(16, 1, 2, span_loop=True, merges_rows=True, max_programs=32)
+        with (
+            mock.patch.object(attention_kernels, "TILES", ((1 << 30, split),)),
+            mock.patch.object(merge, "MAX_SPANS_IN_FLIGHT", 4),
+        ):
+            got = ops.forward.attention(x, rows, heads, paged.cache)[:-1]
+            assert bits(got) == bits(plain), (name, kv_dtype)
+            for chunked in (1000, 0):
+                limits = {"MAX_ONE_LIST_ROWS": 0, "MAX_CHUNKED_ROWS": chunked, "MIN_CHUNKED_PROGRAMS": 1}
+                limits["ROWS_PER_CHUNK_SPAN"] = 8
+                with (
+                    mock.patch.multiple(prefill, **limits, **tables),
+                    mock.patch.object(attention_kernels, "MAX_SPLIT_PROGRAMS", 1),
+                ):
+                    got = ops.forward.attention(x, rows, heads, paged.cache)[:-1]
+                    assert bits(got) == bits(plain), (name, kv_dtype, chunked)
+        assert not ops.forward._partials.counters.any()
 
 
 @check

@@ -57,7 +57,8 @@ class TritonForward(TritonLatent, TritonMoe):
         self.mixture = MixtureOfExperts(launch, self.tiles)
         self._partials = splitkv.PartialBuffers(launch.device)
         self._splitkv = splitkv.SplitKVAttention(self._partials)
-        self._prefill = prefill.PrefillAttention(launch.pdl, self._partials)
+        has_wgmma = launch.chip.capability == (9, 0)
+        self._prefill = prefill.PrefillAttention(launch.pdl, has_wgmma, self._partials)
         self._fused_layers = fused_kernel.FusedLayersKernel(launch.device, launch.chip)
 
     def begin_pass(self, rows: Rows) -> None:

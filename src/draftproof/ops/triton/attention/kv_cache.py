@@ -65,8 +65,8 @@ def load_keys(cache, offset, exists, other, D: tl.constexpr, BD: tl.constexpr, M
 
 
 @triton.jit
-def load_values(cache, offset, exists, other, D: tl.constexpr, BD: tl.constexpr, MODIFIER: tl.constexpr):
-    """Load values [KEYS, BD] at offset [KEYS]; `other` where `exists` is False; `exists` None: all exist."""
+def load_rows(cache, offset, exists, other, D: tl.constexpr, BD: tl.constexpr, MODIFIER: tl.constexpr):
+    """Load keys or values [KEYS, BD] at offset [KEYS]; `other` and `exists`: see `load_keys`."""
     d = tl.arange(0, BD)
     pointers = cache + offset[:, None] + d[None, :]
     if exists is not None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import splitkv
+from draftproof.ops.triton.attention import online_softmax, splitkv
 from draftproof.ops.triton.attention.splitkv import PartialBuffers
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 
@@ -45,8 +45,8 @@ def attend_latent_span(
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         scores = tl.dot(q_rope, tl.trans(rope_key), scores, input_precision="ieee") * scale
         scores = tl.where(key[None, :] <= pos[:, None], scores, float("-inf"))
-        m, p, decay = splitkv.softmax_step(scores, m)
-        sums, acc = splitkv.accumulate_values(
+        m, p, decay = online_softmax.softmax_step(scores, m)
+        sums, acc = online_softmax.accumulate_values(
             p, latent, None, decay, sums, acc, q_latent.dtype, KEYS, ONES
         )  # fmt: skip
     return m, tl.max(sums, axis=1), acc  # all columns of `sums` are equal
@@ -96,17 +96,17 @@ def latent_attention_kernel(
                         LATENT, BL, ROPE, BR, BM, PAGE, KEYS, SPAN, ONES,
                     )  # fmt: skip
                     if count == 1:
-                        splitkv.store_normalised(m, total, acc, None, out_at, inside)
+                        online_softmax.store_normalised(m, total, acc, None, out_at, inside)
                     else:
                         at = row_head * spans + s
-                        splitkv.store_partial(parts, stats, at, m, total, acc, ok, inside, BL)
+                        online_softmax.store_partial(parts, stats, at, m, total, acc, ok, inside, BL)
                 if count > 1:
                     tl.debug_barrier()
                     counter = counters + row * tl.num_programs(1) + group
                     num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
                     if num_done == tl.minimum(count, num_parallel) - 1:
                         tl.store(counter, 0)
-                        splitkv.merge_stored_spans(
+                        online_softmax.merge_stored_spans(
                             parts, stats, row_head * spans, 0, count, None, ok, inside, out_at, BM, BL
                         )  # fmt: skip
         else:
@@ -118,8 +118,8 @@ def latent_attention_kernel(
                     q_latent, q_rope, pos, pages, cache, last, s * SPAN, scale,
                     LATENT, BL, ROPE, BR, BM, PAGE, KEYS, SPAN, ONES,
                 )  # fmt: skip
-                m, total, acc = splitkv.merge_partials(m, total, acc, m_new, total_new, acc_new)
-            splitkv.store_normalised(m, total, acc, None, out_at, inside)
+                m, total, acc = online_softmax.merge_partials(m, total, acc, m_new, total_new, acc_new)
+            online_softmax.store_normalised(m, total, acc, None, out_at, inside)
 
 
 def tile_heads(heads: AttentionShape) -> int:

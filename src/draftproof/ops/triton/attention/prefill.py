@@ -10,7 +10,7 @@ None of this changes a bit.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -18,17 +18,28 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import splitkv
+from draftproof.ops.triton.attention import online_softmax, span_loop, splitkv
 from draftproof.ops.triton.attention.kv_cache import (
     convert_elements,
     head_pointers,
     is_quantized,
     kv_offset,
     load_keys,
+    load_rows,
     load_scales,
-    load_values,
 )
-from draftproof.ops.triton.attention.splitkv import PartialBuffers, merge_partials, padded_dim, store_partial
+from draftproof.ops.triton.attention.merge import merge_rows, spans_in_flight
+from draftproof.ops.triton.attention.online_softmax import accumulate_values, merge_partials, store_partial
+from draftproof.ops.triton.attention.splitkv import PartialBuffers, padded_dim
+from draftproof.ops.triton.attention.tiles import (
+    CHUNKED_TILES,
+    SHORT_TILES,
+    SHORT_TILES_96,
+    SHORT_TILES_512,
+    TALL_TILES,
+    TALL_TILES_SM90,
+    TileConfig,
+)
 from draftproof.ops.triton.attention.worklist import MAX_CHUNKS, WorkLists
 from draftproof.ops.triton.kernel_utils import INTERPRETED, next_power_of_two
 
@@ -38,33 +49,6 @@ MAX_CHUNKED_ROWS = 48  # up to it tiles are divided into chunks
 MIN_CHUNKED_PROGRAMS = 128  # with fewer programs, parallel spans are faster than chunks
 MIN_CHUNK_GRID = 528  # programs of a launch with chunks: four per SM of an H200
 ROWS_PER_CHUNK_SPAN = 8  # rows of the call per span of a chunk: fewer tiles have shorter chunks
-
-
-class TileConfig(NamedTuple):
-    """Configuration of the kernel for a tile; speed only."""
-
-    height: int  # rows times heads
-    warps: int
-    stages: int
-    max_registers: int | None = None  # of a thread; a limit raises the number of resident programs
-    splits_full_blocks: bool = True  # separate loop without masks for fully visible blocks
-    prefetches_pages: bool = False  # load page ids one iteration early
-
-
-# Padded head dim -> configuration. TALL_TILES: prompts of large calls; SHORT_TILES: their decode rows, and
-# calls up to 256 rows; SHORT_TILES_512: up to MAX_ONE_LIST_ROWS; SHORT_TILES_96: up to
-# MAX_DEEP_PIPELINE_ROWS; CHUNKED_TILES: up to MAX_CHUNKED_ROWS, for the head dims that were faster with it.
-TALL_TILES = {
-    64: TileConfig(64, 4, 2),
-    128: TileConfig(128, 8, 3, splits_full_blocks=False, prefetches_pages=True),
-}
-SHORT_TILES_512 = {64: TileConfig(16, 4, 3, 168), 128: TileConfig(16, 4, 3, 128)}
-SHORT_TILES = {64: TileConfig(16, 2, 3), 128: TileConfig(16, 2, 3)}
-SHORT_TILES_96 = {
-    64: TileConfig(16, 2, 3),
-    128: TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True),
-}
-CHUNKED_TILES = {128: TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True)}
 
 
 @triton.jit
@@ -78,15 +62,15 @@ def attend_full_block(
     page = tl.load(pages + key // PAGE)
     offset = kv_offset(kv[0], page, key, NUM_KV, D, PAGE)
     k = load_keys(kv[0], offset, None, 0.0, D, BD, "")
-    v = load_values(kv[1], offset, None, 0.0, D, BD, "")
-    factor = splitkv.score_factor(scale, kv, page, key, None, NUM_KV, D, PAGE)
+    v = load_rows(kv[1], offset, None, 0.0, D, BD, "")
+    factor = online_softmax.score_factor(scale, kv, page, key, None, NUM_KV, D, PAGE)
     scores = tl.dot(q, convert_elements(k, q.dtype), input_precision="ieee") * factor
-    top, p, decay = splitkv.softmax_step(scores, m)
+    top, p, decay = online_softmax.softmax_step(scores, m)
     if is_quantized(kv[0].dtype.element_ty):
         value_scales = load_scales(kv[3], page, key, None, NUM_KV, D, PAGE)
-        sums, acc = splitkv.accumulate_values(p, v, value_scales, decay, sums, acc, q.dtype, KEYS, ONES)
+        sums, acc = accumulate_values(p, v, value_scales, decay, sums, acc, q.dtype, KEYS, ONES)
     else:
-        sums, acc = splitkv.accumulate_values(p, v, None, decay, sums, acc, q.dtype, KEYS, ONES)
+        sums, acc = accumulate_values(p, v, None, decay, sums, acc, q.dtype, KEYS, ONES)
     return top, sums, acc
 
 
@@ -171,40 +155,68 @@ def attend_chunk(
     chunk, sink, ok, inside, out_at,
     NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    SPLIT_FULL: tl.constexpr, PREFETCH_PAGES: tl.constexpr,
+    SPLIT_FULL: tl.constexpr, PREFETCH_PAGES: tl.constexpr, SPAN_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Sum the part-th `chunk` spans of a tile; the last program of the tile merges them.
+    """Sum the part-th `chunk` spans of a tile; return whether all chunks of a divided tile are done.
 
-    Two loops are used, because one loop that decides at the end of every span was slower.
+    The first chunk merges its spans, the others store theirs. Two loops are used, because one loop that
+    decides at the end of every span was slower.
     """
     first_span = first // SPAN
     length = last // SPAN - first_span + 1  # spans of the tile
-    chunk_result = first_span + chunk - 1  # index of the merged result of the first chunk
-    start = (first_span + part * chunk) * (SPAN // KEYS)
-    end = tl.minimum(last // KEYS + 1, start + chunk * (SPAN // KEYS))
+    start = first_span + part * chunk
+    end = tl.minimum(first_span + length, start + chunk)
     if part == 0:
-        m, total, acc = attend_blocks(
-            q, pos, pages, kv, first, last, first_position, start, end, scale,
-            NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
+        m, total, acc = attend_range(
+            q, pos, pages, kv, first, last, first_position, start, end, scale, parts, stats, base, ok, inside,
+            NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES, SPAN_LOOP,
         )  # fmt: skip
         if length <= chunk:
-            splitkv.store_normalised(m, total, acc, sink, out_at, inside)
+            online_softmax.store_normalised(m, total, acc, sink, out_at, inside)
         else:
-            store_partial(parts, stats, base + chunk_result, m, total, acc, ok, inside, BD)
+            store_partial(parts, stats, base + (end - 1), m, total, acc, ok, inside, BD)
+    elif SPAN_LOOP:
+        span_loop.attend_spans(
+            q, pos, pages, kv, first, last, first_position, start, end, scale,
+            parts, stats, base, True, ok, inside,
+            NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, True,
+        )  # fmt: skip
     else:
         store_spans(
-            q, pos, pages, kv, first, last, start, end, scale, parts, stats, base, ok, inside,
+            q, pos, pages, kv, first, last, start * (SPAN // KEYS),
+            tl.minimum(last // KEYS + 1, end * (SPAN // KEYS)), scale, parts, stats, base, ok, inside,
             NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
         )  # fmt: skip
+    is_done = False
     if length > chunk:
         tl.debug_barrier()
         done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if done == tl.cdiv(length, chunk) - 1:
+        is_done = done == tl.cdiv(length, chunk) - 1
+        if is_done:
             tl.store(counter, 0)
-            count = length - chunk + 1
-            splitkv.merge_stored_spans(
-                parts, stats, base, chunk_result, count, sink, ok, inside, out_at, BM, BD
-            )
+    return is_done
+
+
+@triton.jit
+def attend_range(
+    q, pos, pages, kv, first, last, first_position, start, end, scale, parts, stats, base, ok, inside,
+    NUM_KV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
+    SPLIT_FULL: tl.constexpr, PREFETCH_PAGES: tl.constexpr, SPAN_LOOP: tl.constexpr,
+):  # fmt: skip
+    """Return maximum [BM], sum [BM] and weighted values [BM, BD] of spans start..end, merged."""
+    if SPAN_LOOP:
+        return span_loop.attend_spans(
+            q, pos, pages, kv, first, last, first_position, start, end, scale,
+            parts, stats, base, False, ok, inside,
+            NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, False,
+        )  # fmt: skip
+    else:
+        return attend_blocks(
+            q, pos, pages, kv, first, last, first_position, start * (SPAN // KEYS),
+            tl.minimum(last // KEYS + 1, end * (SPAN // KEYS)), scale,
+            NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["R", "max_pages", "spans", "chunk"])
@@ -213,8 +225,8 @@ def prefill_attention_kernel(
     R, max_pages, plane, spans, chunk, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    CHUNKS: tl.constexpr, SPLIT_FULL: tl.constexpr, PREFETCH_PAGES: tl.constexpr, LAUNCH_NEXT: tl.constexpr,
-    WAIT: tl.constexpr,
+    CHUNKS: tl.constexpr, SPLIT_FULL: tl.constexpr, PREFETCH_PAGES: tl.constexpr, SPAN_LOOP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr, IN_FLIGHT: tl.constexpr, LAUNCH_NEXT: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [R, heads * D] -> out; grid (NUM_KV, programs), each looping over tiles from the end.
 
@@ -222,6 +234,7 @@ def prefill_attention_kernel(
     `chunk_list_kernel` (CHUNKS 1: rows only); parts, stats: see `splitkv_attention_kernel`, if CHUNKS > 1.
     LAUNCH_NEXT: allow the next kernel to start early. WAIT: "first" to wait for the previous kernel before
     all loads, "last" if nothing of it is needed but this kernel must not complete before it.
+    SPAN_LOOP: use `span_loop.py`. IN_FLIGHT: spans of a step of `merge_rows`; 0: merge whole tiles.
     """
     HEIGHT: tl.constexpr = BM // GROUP
     HEADS: tl.constexpr = NUM_KV * GROUP
@@ -250,31 +263,47 @@ def prefill_attention_kernel(
         q_offset = row_head[:, None] * D + d[None, :]
         query = tl.load(q + q_offset, mask=inside, other=0.0)
         pages = page_table + slot * max_pages
-        sink = None if sinks is None else splitkv.load_sinks(sinks, head * GROUP + i % GROUP)
+        sink = None if sinks is None else online_softmax.load_sinks(sinks, head * GROUP + i % GROUP)
         kv = head_pointers(cache, plane, head, NUM_KV, D, PAGE)
         if CHUNKS == 1:
-            start, end = first // SPAN * (SPAN // KEYS), last // KEYS + 1
-            m, total, acc = attend_blocks(
-                query, pos, pages, kv, first, last, first_position, start, end, scale,
-                NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
+            m, total, acc = attend_range(
+                query, pos, pages, kv, first, last, first_position, first // SPAN, last // SPAN + 1, scale,
+                parts, stats, row_head, ok, inside,
+                NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES, SPAN_LOOP,
             )  # fmt: skip
-            splitkv.store_normalised(m, total, acc, sink, out + q_offset, inside)
+            online_softmax.store_normalised(m, total, acc, sink, out + q_offset, inside)
         else:
-            attend_chunk(
+            is_done = attend_chunk(
                 query, pos, pages, kv, first, last, first_position, scale, parts, stats,
                 counters + row * NUM_KV + head, row_head * spans, part, chunk, sink, ok, inside,
                 out + q_offset,
-                NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES,
+                NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, SPLIT_FULL, PREFETCH_PAGES, SPAN_LOOP,
             )  # fmt: skip
+            if is_done:
+                merged = first // SPAN + chunk - 1  # index of the merged result of the first chunk
+                num_stored = last // SPAN - merged + 1
+                if IN_FLIGHT:
+                    merge_rows(
+                        parts, stats, sinks, out, row, tl.sum(ok.to(tl.int32)) // GROUP, head, spans,
+                        merged, num_stored, NUM_KV, GROUP, D, BD, GROUP_PADDED, IN_FLIGHT,
+                    )  # fmt: skip
+                else:
+                    online_softmax.merge_stored_spans(
+                        parts, stats, row_head * spans, merged, num_stored, sink, ok, inside,
+                        out + q_offset, BM, BD,
+                    )  # fmt: skip
     if WAIT == "last":
         tl.extra.cuda.gdc_wait()
 
 
 class PrefillAttention:
-    """Launcher of the kernels; `worklists` belong to the forward pass that has begun."""
+    """Launcher of the kernels; `worklists` belong to the forward pass that has begun.
 
-    def __init__(self, has_pdl: bool, partials: PartialBuffers) -> None:
-        self.has_pdl, self._partials = has_pdl, partials
+    `has_wgmma`: the chip has the asynchronous tensor core instructions of Hopper.
+    """
+
+    def __init__(self, has_pdl: bool, has_wgmma: bool, partials: PartialBuffers) -> None:
+        self.has_pdl, self.has_wgmma, self._partials = has_pdl, has_wgmma, partials
         self.worklists = WorkLists()
 
     def chunk_spans(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
@@ -309,7 +338,9 @@ class PrefillAttention:
             tiles = self.worklists.by_keys(rows, short.height // group, 0, 0)
             launch(short, tiles, count, no_scratch, **pdl_options)
         else:
-            short, tall = config(SHORT_TILES), config(TALL_TILES)
+            is_quantized_cache = cache.element_size() == 1
+            tall_tiles = TALL_TILES_SM90 if self.has_wgmma and not is_quantized_cache else TALL_TILES
+            short, tall = config(SHORT_TILES), config(tall_tiles)
             heights = short.height // group, tall.height // group
             short_tiles, tall_tiles = self.worklists.short_and_tall(rows, *heights)
             programs = 2 * triton.cdiv(count, heights[1])
@@ -337,6 +368,9 @@ def _launch(
 ) -> None:  # fmt: skip
     """Launch the kernel; `scratch`: parts, stats, counters, spans and chunk (0 for whole tiles)."""
     *partials, spans, chunk = scratch
+    group = heads.num_q // heads.num_kv
+    group_padded = next_power_of_two(group)
+    in_flight = spans_in_flight(config.warps, group_padded, padded_dim(heads)) if config.merges_rows else 0
     options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
     if pdl_launch["WAIT"]:
         options["launch_pdl"] = True
@@ -345,9 +379,10 @@ def _launch(
     prefill_attention_kernel[(heads.num_kv, programs)](
         q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, *partials, sinks,
         len(q), rows.page_table.shape[1], cache.stride(0), spans, chunk, heads.scale * splitkv.LOG2_E,
-        NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim,
+        NUM_KV=heads.num_kv, GROUP=group, D=heads.dim,
         BD=padded_dim(heads), BM=config.height, PAGE=cache.shape[2], WINDOW=heads.window,
         KEYS=splitkv.KEYS, SPAN=splitkv.SPAN, ONES=splitkv.ONES, SPLIT_FULL=config.splits_full_blocks,
-        PREFETCH_PAGES=config.prefetches_pages,
+        PREFETCH_PAGES=config.prefetches_pages, SPAN_LOOP=config.span_loop, GROUP_PADDED=group_padded,
+        IN_FLIGHT=in_flight,
         CHUNKS=MAX_CHUNKS if chunk else 1, enable_fp_fusion=False, **pdl_launch, **options,
     )  # fmt: skip

@@ -1,19 +1,15 @@
-"""Split-KV paged attention for few tiles, and the order of sums that all attention kernels share.
+"""Split-KV paged attention for few tiles.
 
 A program handles a tile: adjacent rows of one slot times the query heads that share a KV head. The order of
-the sums of a row is a function of its position: keys in blocks of KEYS, blocks in spans of SPAN tokens, spans
-merged in ascending order. A masked key contributes exact zeros, so the rows of a tile do not affect each
-other. Row sums run on the tensor core (p times 1), in the order of p times V. Kernels are compiled without
-contraction of multiply and add, so that merging inside a loop and merging stored partial results give the
-same bits.
-
-In this kernel the spans of a tile run in parallel, and the last program of a tile merges them. Tiles are
-found on the device: a program starts a tile if its row is the first of its slot or a multiple of the tile
-height, and returns at once otherwise. So the grid depends on the number of rows only, and a graph can
-capture it. `prefill.py` handles many tiles.
+sums is that of `online_softmax.py`, with blocks of KEYS and spans of SPAN tokens. The spans of a tile run in
+parallel, and the last program of a tile merges them. Tiles are found on the device: a program starts a tile
+if its row is the first of its slot or a multiple of the tile height, and returns at once otherwise. So the
+grid depends on the number of rows only, and a graph can capture it. `prefill.py` handles many tiles.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,14 +17,25 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
+from draftproof.ops.triton.attention import span_loop
 from draftproof.ops.triton.attention.kv_cache import (
-    convert_elements,
     head_pointers,
     is_quantized,
     kv_offset,
     load_keys,
+    load_rows,
     load_scales,
-    load_values,
+)
+from draftproof.ops.triton.attention.merge import merge_rows, spans_in_flight
+from draftproof.ops.triton.attention.online_softmax import (
+    accumulate_values,
+    load_sinks,
+    masked_scores,
+    merge_stored_spans,
+    score_factor,
+    softmax_step,
+    store_normalised,
+    store_partial,
 )
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, prefetch_l2
 
@@ -39,61 +46,21 @@ MAX_SCRATCH_BYTES = 256 << 20  # of partial results; above it `prefill.py` is us
 LOG2_E = 1.4426950408889634
 ONES = 16  # columns of the matrix of ones: the minimum of the tensor core
 
-# Maximum number of rows -> (tile height in rows times heads, warps, stages); speed only. Three stages keep
-# two blocks of keys in flight, because a span has two blocks.
-TILES = ((8, (16, 4, 3)), (1 << 30, (16, 2, 3)))
+
+class SplitTile(NamedTuple):
+    """Configuration of the kernel; speed only."""
+
+    height: int  # rows times heads
+    warps: int
+    stages: int
+    span_loop: bool = False  # loop of `span_loop.py`
+    merges_rows: bool = False  # merge of `merge.py`
+    max_programs: int = MAX_SPLIT_PROGRAMS
 
 
-@triton.jit
-def merge_partials(m, total, acc, m_new, total_new, acc_new):
-    """Merge two partial results of the same rows, the earlier span first."""
-    top = tl.maximum(m, m_new)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    a, b = tl.exp2(m - base), tl.exp2(m_new - base)
-    return top, total * a + total_new * b, acc * a[:, None] + acc_new * b[:, None]
-
-
-@triton.jit
-def masked_scores(q, k, key, pos, scale, WINDOW: tl.constexpr):
-    """Return scores [BM, KEYS] of keys k [BD, KEYS] at positions `key`, -inf where masked."""
-    scores = tl.dot(q, convert_elements(k, q.dtype), input_precision="ieee") * scale
-    visible = key[None, :] <= pos[:, None]
-    if WINDOW:
-        visible = visible & (key[None, :] > pos[:, None] - WINDOW)
-    return tl.where(visible, scores, float("-inf"))
-
-
-@triton.jit
-def score_factor(scale, kv, page, key, exists, NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Return the factor of scores: `scale`, times the scales of quantised keys [1, KEYS]."""
-    if is_quantized(kv[0].dtype.element_ty):
-        return (load_scales(kv[2], page, key, exists, NUM_KV, D, PAGE) * scale)[None, :]
-    else:
-        return scale
-
-
-@triton.jit
-def softmax_step(scores, m):
-    """Return the new maximum [BM], weights [BM, KEYS] in fp32 and the decay of the old sums [BM, 1]."""
-    top = tl.maximum(m, tl.max(scores, axis=1))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    return top, tl.exp2(scores - base[:, None]), tl.exp2(m - base)[:, None]
-
-
-@triton.jit
-def accumulate_values(
-    p, v, value_scales, decay, sums, acc, dtype: tl.constexpr, KEYS: tl.constexpr, ONES: tl.constexpr
-):
-    """Add v [KEYS, BD]: return the sum of weights [BM, ONES] and the weighted values [BM, BD].
-
-    The tensor core multiplies in `dtype`. value_scales [KEYS] multiply the weights; None: there are none.
-    """
-    ones = tl.full((KEYS, ONES), 1.0, tl.float32).to(dtype)
-    weights = p.to(dtype)
-    sums = tl.dot(weights, ones, sums * decay, input_precision="ieee")
-    if value_scales is not None:
-        weights = (p * value_scales[None, :]).to(dtype)
-    return sums, tl.dot(weights, convert_elements(v, dtype), acc * decay, input_precision="ieee")
+# Maximum number of rows -> configuration. Three stages keep two blocks of keys in flight, because a span has
+# two blocks.
+TILES = ((8, SplitTile(16, 4, 3)), (1 << 30, SplitTile(16, 2, 3)))
 
 
 @triton.jit
@@ -124,7 +91,7 @@ def attend_paged_block(
     k = load_keys(kv[0], offset, exists, 0.0, D, BD, "")
     factor = score_factor(scale, kv, page, key, exists, NUM_KV, D, PAGE)
     top, p, decay = softmax_step(masked_scores(q, k, key, pos, factor, WINDOW), m)
-    v = load_values(kv[1], offset, exists, 0.0, D, BD, "")
+    v = load_rows(kv[1], offset, exists, 0.0, D, BD, "")
     if is_quantized(kv[0].dtype.element_ty):
         value_scales = load_scales(kv[3], page, key, exists, NUM_KV, D, PAGE)
         sums, acc = accumulate_values(p, v, value_scales, decay, sums, acc, q.dtype, KEYS, ONES)
@@ -169,44 +136,18 @@ def prefetch_span(
         prefetch_l2(cache + plane + offset + column)
 
 
-@triton.jit
-def load_sinks(sinks, head):
-    """Load the sink logits of query heads [BM], for exp2."""
-    return tl.load(sinks + head) * 1.4426950408889634
-
-
-@triton.jit
-def store_normalised(m, total, acc, sink, out_at, ok):
-    """Normalise, turn -0 into +0 (as adding a zero block would), round and store.
-
-    A `sink` [BM] takes part in the sum of weights only.
-    """
-    if sink is not None:
-        top = tl.maximum(m, sink)
-        decay = tl.exp2(m - top)
-        total = total * decay + tl.exp2(sink - top)
-        acc = acc * decay[:, None]
-    tl.store(out_at, (acc / total[:, None] + 0.0).to(out_at.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def store_partial(parts, stats, partial_index, m, total, acc, ok, inside, BD: tl.constexpr):
-    """Store a partial result at index `partial_index` [BM] for `merge_stored_spans`."""
-    d = tl.arange(0, BD)
-    tl.store(parts + partial_index[:, None] * BD + d[None, :], acc, mask=inside)
-    tl.store(stats + partial_index * 2, m, mask=ok)
-    tl.store(stats + partial_index * 2 + 1, total, mask=ok)
-
-
 @triton.jit(do_not_specialize=["R", "num_parallel"])  # one binary for every number of rows
 def splitkv_attention_kernel(
     q, slots, positions, page_table, cache, out, parts, stats, counters, sinks,
     R, max_pages, plane, spans, num_parallel, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    PDL: tl.constexpr,
+    SPAN_LOOP: tl.constexpr, GROUP_PADDED: tl.constexpr, IN_FLIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [R, heads * D] -> out; parts [R * heads, spans, BD], stats [R * heads, spans, 2]."""
+    """Attention of q [R, heads * D] -> out; parts [R * heads, spans, BD], stats [R * heads, spans, 2].
+
+    SPAN_LOOP: use `span_loop.py`. IN_FLIGHT: spans of a step of `merge_rows`; 0: merge whole tiles.
+    """
     HEIGHT: tl.constexpr = BM // GROUP
     HEADS: tl.constexpr = NUM_KV * GROUP
     row = R - 1 - tl.program_id(0)  # later rows have the most keys, so they start first
@@ -227,8 +168,8 @@ def splitkv_attention_kernel(
         ok = ok & (tl.load(slots + r, mask=ok, other=-1) == slot)
         pos = tl.load(positions + r, mask=ok, other=-1).to(tl.int32)
         last = tl.max(pos, axis=0)
-        first = tl.min(tl.where(ok, pos, last), axis=0)
-        first = tl.maximum(first - WINDOW + 1, 0) if WINDOW else first * 0
+        first_position = tl.min(tl.where(ok, pos, last), axis=0)
+        first = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW else first_position * 0
         d = tl.arange(0, BD)
         row_head = r.to(tl.int64) * HEADS + head * GROUP + i % GROUP  # [BM]: which (row, head)
         inside = ok[:, None] & (d < D)[None, :]
@@ -242,57 +183,41 @@ def splitkv_attention_kernel(
         length = tl.cdiv(count, num_parallel)  # spans of a program, the same number in all but the last
         start = first_span + split * length
         if split * length < count:
-            for s in range(start, tl.minimum(start + length, first_span + count)):
-                m, total, acc = attend_span(
-                    query, pos, pages, kv, first, last, s * SPAN, scale,
-                    NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
+            end = tl.minimum(start + length, first_span + count)
+            if SPAN_LOOP:
+                m, total, acc = span_loop.attend_spans(
+                    query, pos, pages, kv, first, last, first_position, start, end, scale,
+                    parts, stats, row_head * spans, count > 1, ok, inside,
+                    NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, True,
                 )  # fmt: skip
                 if count == 1:
                     store_normalised(m, total, acc, sink, out + q_offset, inside)
-                else:
-                    store_partial(parts, stats, row_head * spans + s, m, total, acc, ok, inside, BD)
+            else:
+                for s in range(start, end):
+                    m, total, acc = attend_span(
+                        query, pos, pages, kv, first, last, s * SPAN, scale,
+                        NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES,
+                    )  # fmt: skip
+                    if count == 1:
+                        store_normalised(m, total, acc, sink, out + q_offset, inside)
+                    else:
+                        store_partial(parts, stats, row_head * spans + s, m, total, acc, ok, inside, BD)
             if count > 1:
                 tl.debug_barrier()
                 counter = counters + row * NUM_KV + head
                 num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
                 if num_done == tl.cdiv(count, length) - 1:
                     tl.store(counter, 0)
-                    merge_stored_spans(
-                        parts, stats, row_head * spans, first_span, count, sink, ok, inside, out + q_offset,
-                        BM, BD,
-                    )  # fmt: skip
-
-
-@triton.jit
-def load_partial(parts, stats, at, d, ok, inside, BD: tl.constexpr):
-    """Load the partial result of a span; an empty one where masked."""
-    m = tl.load(stats + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(stats + at * 2 + 1, mask=ok, other=0.0, cache_modifier=".cg")
-    q_offset = parts + at[:, None] * BD + d[None, :]
-    acc = tl.load(q_offset, mask=inside & ok[:, None], other=0.0, cache_modifier=".cg")
-    return m, total, acc
-
-
-@triton.jit
-def merge_stored_spans(
-    parts, stats, base, first_span, count, sink, ok, inside, out_at, BM: tl.constexpr, BD: tl.constexpr
-):
-    """Merge the stored spans in ascending order and store the result."""
-    d = tl.arange(0, BD)
-    m = tl.full((BM,), float("-inf"), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, BD), tl.float32)
-    end = first_span + count
-    for s in range(first_span, end, 4):  # four at a time, so that their loads overlap
-        m1, total1, acc1 = load_partial(parts, stats, base + s, d, ok, inside, BD)
-        m2, total2, acc2 = load_partial(parts, stats, base + s + 1, d, ok & (s + 1 < end), inside, BD)
-        m3, total3, acc3 = load_partial(parts, stats, base + s + 2, d, ok & (s + 2 < end), inside, BD)
-        m4, total4, acc4 = load_partial(parts, stats, base + s + 3, d, ok & (s + 3 < end), inside, BD)
-        m, total, acc = merge_partials(m, total, acc, m1, total1, acc1)
-        m, total, acc = merge_partials(m, total, acc, m2, total2, acc2)
-        m, total, acc = merge_partials(m, total, acc, m3, total3, acc3)
-        m, total, acc = merge_partials(m, total, acc, m4, total4, acc4)
-    store_normalised(m, total, acc, sink, out_at, inside)
+                    if IN_FLIGHT:
+                        merge_rows(
+                            parts, stats, sinks, out, row, tl.sum(ok.to(tl.int32)) // GROUP, head, spans,
+                            first_span, count, NUM_KV, GROUP, D, BD, GROUP_PADDED, IN_FLIGHT,
+                        )  # fmt: skip
+                    else:
+                        merge_stored_spans(
+                            parts, stats, row_head * spans, first_span, count, sink, ok, inside,
+                            out + q_offset, BM, BD,
+                        )  # fmt: skip
 
 
 class PartialBuffers:
@@ -338,7 +263,8 @@ class SplitKVAttention:
         spans = triton.cdiv(table.shape[1] * page_size, SPAN)
         if not scratch_fits(num_rows, heads, spans):
             return 1
-        return max(1, min(spans, MAX_SPLIT_PROGRAMS // (num_rows * heads.num_kv)))
+        limit = min(MAX_SPLIT_PROGRAMS, _tile(num_rows).max_programs)
+        return max(1, min(spans, limit // (num_rows * heads.num_kv)))
 
     def __call__(
         self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool,
@@ -349,13 +275,21 @@ class SplitKVAttention:
         spans = triton.cdiv(max_pages * page_size, SPAN)
         num_parallel = self.num_parallel_spans(num_rows, heads, rows.page_table, page_size)
         scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)
-        height, warps, stages = next(tile for limit, tile in TILES if num_rows <= limit)
+        tile = _tile(num_rows)
         if width > 128 or q.dtype == torch.float32:
-            stages = 2
+            tile = tile._replace(stages=2)
+        group_padded = next_power_of_two(group)
+        in_flight = spans_in_flight(tile.warps, group_padded, width) if tile.merges_rows else 0
         splitkv_attention_kernel[(num_rows, heads.num_kv, num_parallel)](
             q, rows.slots, rows.positions, rows.page_table, cache, out, *scratch, sinks,
             num_rows, max_pages, cache.stride(0), spans, num_parallel, heads.scale * LOG2_E,
-            NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(height, next_power_of_two(group)),
-            PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES,
-            **launch_options(pdl, num_warps=warps, num_stages=stages, enable_fp_fusion=False),
+            NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(tile.height, group_padded),
+            PAGE=page_size, WINDOW=heads.window, KEYS=KEYS, SPAN=SPAN, ONES=ONES, SPAN_LOOP=tile.span_loop,
+            GROUP_PADDED=group_padded, IN_FLIGHT=in_flight,
+            **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),
         )  # fmt: skip
+
+
+def _tile(num_rows: int) -> SplitTile:
+    """Return the configuration for `num_rows` rows."""
+    return next(tile for limit, tile in TILES if num_rows <= limit)

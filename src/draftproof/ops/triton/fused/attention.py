@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.ops.triton.attention import splitkv
-from draftproof.ops.triton.attention.kv_cache import kv_offset, load_keys, load_values
+from draftproof.ops.triton.attention import online_softmax
+from draftproof.ops.triton.attention.kv_cache import kv_offset, load_keys, load_rows
+from draftproof.ops.triton.attention.online_softmax import accumulate_values
 from draftproof.ops.triton.fused.barrier import arrive, first_item, wait
 
 
@@ -56,7 +57,7 @@ def load_kv_blocks(
     ks, vs = (), ()
     for b in tl.static_range(SPAN // KEYS):
         ks = ks + (load_keys(cache, offset[b], ok[b], k_before[b], D, BD, ".cg"),)
-        vs = vs + (load_values(cache + plane, offset[b], ok[b], v_before[b], D, BD, ".cg"),)
+        vs = vs + (load_rows(cache + plane, offset[b], ok[b], v_before[b], D, BD, ".cg"),)
     return ks, vs
 
 
@@ -138,10 +139,10 @@ def attend_span(
     scores = ()
     for b in tl.static_range(SPAN // KEYS):
         key = start + b * KEYS + tl.arange(0, KEYS)
-        scores = scores + (splitkv.masked_scores(query, ks[b], key, pos, scale, WINDOW),)
+        scores = scores + (online_softmax.masked_scores(query, ks[b], key, pos, scale, WINDOW),)
     for b in tl.static_range(SPAN // KEYS):
-        m, p, decay = splitkv.softmax_step(scores[b], m)
-        sums, acc = splitkv.accumulate_values(p, vs[b], None, decay, sums, acc, query.dtype, KEYS, ONES)
+        m, p, decay = online_softmax.softmax_step(scores[b], m)
+        sums, acc = accumulate_values(p, vs[b], None, decay, sums, acc, query.dtype, KEYS, ONES)
     return m, tl.max(sums, axis=1), acc  # all columns of `sums` are equal
 
 
@@ -156,7 +157,7 @@ def merge_if_last(
     num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if num_done == items - 1:
         tl.store(counter, 0)
-        splitkv.merge_stored_spans(
+        online_softmax.merge_stored_spans(
             parts, stats, row_head * spans, first_span, count, None, ok, inside, out + q_offset, BM, BD
         )
 
@@ -212,9 +213,9 @@ def attend_spans(
         query = tl.load(q + q_offset, mask=inside, other=0.0, cache_modifier=".cg")
         m, total, acc = attend_span(query, ks, vs, pos, s * SPAN, scale, BD, BM, WINDOW, KEYS, SPAN, ONES)
         if count == 1:
-            splitkv.store_normalised(m, total, acc, None, out + q_offset, inside)
+            online_softmax.store_normalised(m, total, acc, None, out + q_offset, inside)
         else:
-            splitkv.store_partial(parts, stats, row_head * spans + s, m, total, acc, ok, inside, BD)
+            online_softmax.store_partial(parts, stats, row_head * spans + s, m, total, acc, ok, inside, BD)
             merge_if_last(
                 parts, stats, tile_counters, row * NUM_KV + head, count, row_head, first // SPAN, count,
                 spans, ok, inside, out, q_offset, BM, BD,
@@ -265,20 +266,20 @@ def attend_tiles(
             offset = kv_offset(cache, page, key, NUM_KV, D, PAGE) + head * D
             page = tl.load(pages + (key + KEYS) // PAGE, mask=key + KEYS <= last, other=0)
             k = load_keys(cache, offset, exists, 0.0, D, BD, ".cg")
-            v = load_values(cache + plane, offset, exists, 0.0, D, BD, ".cg")
-            scores = splitkv.masked_scores(query, k, key, pos, scale, WINDOW)
-            m1, p, decay = splitkv.softmax_step(scores, m1)
-            sums1, acc1 = splitkv.accumulate_values(p, v, None, decay, sums1, acc1, query.dtype, KEYS, ONES)
+            v = load_rows(cache + plane, offset, exists, 0.0, D, BD, ".cg")
+            scores = online_softmax.masked_scores(query, k, key, pos, scale, WINDOW)
+            m1, p, decay = online_softmax.softmax_step(scores, m1)
+            sums1, acc1 = accumulate_values(p, v, None, decay, sums1, acc1, query.dtype, KEYS, ONES)
             if (block % BLOCKS == BLOCKS - 1) | (block == end):
                 total1 = tl.max(sums1, axis=1)
                 if PIECES:  # noqa: SIM102 - a constant, then a value on the device
                     if pieces > 1:
                         at = row_head * spans + block // BLOCKS
-                        splitkv.store_partial(parts, stats, at, m1, total1, acc1, ok, inside, BD)
-                m, total, acc = splitkv.merge_partials(m, total, acc, m1, total1, acc1)
+                        online_softmax.store_partial(parts, stats, at, m1, total1, acc1, ok, inside, BD)
+                m, total, acc = online_softmax.merge_partials(m, total, acc, m1, total1, acc1)
                 m1 = tl.full((BM,), float("-inf"), tl.float32)
         if pieces == 1:
-            splitkv.store_normalised(m, total, acc, None, out + q_offset, inside)
+            online_softmax.store_normalised(m, total, acc, None, out + q_offset, inside)
         if PIECES:  # noqa: SIM102 - likewise
             if pieces > 1:
                 merge_if_last(

@@ -1,0 +1,223 @@
+"""Times attention tiles on a GPU, Llama-8B heads: decode and verify rows at 16k and 64k, prefill chunks at 16k.
+
+    PYTHONPATH=src python bench/micro/gpu/attention_variants.py [--seconds 110] [--only decode]
+
+Every variant must have the bits of the tables as they are, in fp32; one that has not is reported and not timed.
+The best of each case is printed, and all times as JSON on the last line. The tables to change are
+`splitkv.TILES` (split), `prefill.CHUNKED_TILES` (chunked), `SHORT_TILES_96` (short), `TALL_TILES_SM90` (tall).
+Times are microseconds of a call, from a graph of many calls over caches that together exceed the L2 cache.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from op_checks import GPU, LARGE_HEADS, PAGE, randn
+from op_times import BF16, micros
+from torch import Tensor
+
+from draftproof.ops import Rows
+from draftproof.ops.triton.attention import prefill, splitkv, worklist
+from draftproof.ops.triton.attention.splitkv import SplitTile
+from draftproof.ops.triton.attention.tiles import TileConfig
+from draftproof.ops.triton.backend import TritonOps
+from draftproof.ops.triton.compile_ahead import compile_ahead
+
+MIN_CACHE_BYTES = 192 << 20  # of the caches that a graph rotates through
+HEAD_BYTES = 2 * LARGE_HEADS.num_kv * LARGE_HEADS.dim * 2  # keys and values of a token, bf16
+MEMORY_BYTES_PER_US = 4.3e6  # of a copy on an H200
+Patches = list[tuple[Any, dict[str, Any]]]  # of a variant: (module, values)
+
+
+class Case(NamedTuple):
+    """Rows of one call: the last `rows` positions of `slots` contexts of `context` tokens."""
+
+    name: str
+    table: str  # that serves the case
+    slots: int
+    rows: int
+    context: int
+
+
+CASES = (
+    Case("decode 1x1 at 16k", "split", 1, 1, 16384),
+    Case("decode 1x1 at 64k", "split", 1, 1, 65536),
+    Case("verify 1x4 at 16k", "split", 1, 4, 16384),
+    Case("verify 1x4 at 64k", "split", 1, 4, 65536),
+    Case("decode 16x1 at 16k", "chunked", 16, 1, 16384),
+    Case("decode 16x1 at 64k", "chunked", 16, 1, 65536),
+    Case("verify 16x4 at 16k", "short", 16, 4, 16384),
+    Case("prefill 8192 rows, second chunk", "tall", 1, 8192, 16384),
+    Case("prefill 8192 rows, first chunk", "tall", 1, 8192, 8192),
+    Case("decode 1x1 at 400", "split", 1, 1, 400),
+    Case("decode 16x1 at 400", "chunked", 16, 1, 400),
+)
+SPLIT = (
+    SplitTile(16, 4, 3, merges_rows=True),
+    SplitTile(16, 4, 3, merges_rows=True, max_programs=264),
+    *(SplitTile(16, 4, 2, span_loop=True, merges_rows=True, max_programs=n) for n in (800, 528, 264)),
+    *(SplitTile(16, 4, 3, span_loop=True, merges_rows=True, max_programs=n) for n in (528, 264, 132)),
+    SplitTile(16, 2, 2, span_loop=True, merges_rows=True, max_programs=264),
+    SplitTile(16, 4, 2, span_loop=True, max_programs=264),
+)
+BLOCKS = TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True)
+CHUNKED = (
+    BLOCKS._replace(merges_rows=True),
+    TileConfig(16, 4, 2, span_loop=True, merges_rows=True),
+    TileConfig(16, 4, 3, span_loop=True, merges_rows=True),
+    TileConfig(16, 2, 2, span_loop=True, merges_rows=True),
+)
+SHORT = (TileConfig(16, 4, 2, span_loop=True), TileConfig(16, 4, 3, span_loop=True))
+TALL = (
+    TileConfig(128, 8, 3, splits_full_blocks=False, prefetches_pages=True),
+    TileConfig(128, 8, 3, span_loop=True),
+    TileConfig(128, 8, 2, span_loop=True),
+    TileConfig(64, 4, 2, span_loop=True),
+)
+
+
+def variants(table: str) -> Iterator[tuple[str, Patches]]:
+    """Return the variants of a table: a name and values of modules."""
+    if table == "split":
+        for tile in SPLIT:
+            limit = {"TILES": ((1 << 30, tile),), "MAX_SPLIT_PROGRAMS": tile.max_programs}
+            yield str(tile), [(splitkv, limit)]
+    elif table == "chunked":
+        for config in CHUNKED:
+            for chunks in (8, 16):
+                values = {"CHUNKED_TILES": {128: config}, "MAX_CHUNKS": chunks}
+                yield f"{config}, {chunks} chunks", [(prefill, values), (worklist, {"MAX_CHUNKS": chunks})]
+    else:
+        name = "SHORT_TILES_96" if table == "short" else "TALL_TILES_SM90"
+        for config in SHORT if table == "short" else TALL:
+            yield str(config), [(prefill, {name: {128: config}})]
+
+
+@contextmanager
+def patched(patches: Patches) -> Iterator[None]:
+    """Set values of modules."""
+    with ExitStack() as stack:
+        for module, values in patches:
+            stack.enter_context(mock.patch.multiple(module, **values))
+        yield
+
+
+class Inputs:
+    """Caches, rows and queries of a case."""
+
+    def __init__(self, case: Case) -> None:
+        heads, pages = LARGE_HEADS, -(-case.context // PAGE)
+        copies = max(1, -(-MIN_CACHE_BYTES // (case.slots * case.context * HEAD_BYTES)))
+        shape = (2, 1 + case.slots * pages, PAGE, heads.num_kv, heads.dim)
+        self.caches = [
+            torch.empty(shape, dtype=BF16, device=GPU).normal_(
+                generator=torch.Generator(device=GPU).manual_seed(i)
+            )
+            for i in range(min(copies, 32))
+        ]
+        order = 1 + torch.randperm(case.slots * pages, generator=torch.Generator().manual_seed(1))
+        table = order.view(case.slots, pages).to(torch.int32).to(GPU)
+        slots = torch.arange(case.slots, device=GPU).repeat_interleave(case.rows)
+        first = case.context - case.rows
+        positions = (first + torch.arange(case.rows, device=GPU)).repeat(case.slots)
+        index = table[slots, positions // PAGE].long() * PAGE + positions % PAGE
+        self.rows = Rows(slots * 0, positions, slots, index, table)
+        self.q = randn(len(slots), heads.num_q * heads.dim, seed=3, dtype=BF16)
+        self.out = torch.empty((len(slots), heads.num_q * heads.dim), dtype=torch.float32, device=GPU)
+
+    def calls(self, ops: TritonOps, count: int) -> list[Callable[[], None]]:
+        """Return `count` launches over rotating caches."""
+        caches = [self.caches[i % len(self.caches)] for i in range(count)]
+        return [
+            lambda cache=cache: ops.forward.attention_into(self.q, self.rows, LARGE_HEADS, cache, self.out)  # type: ignore[misc]
+            for cache in caches
+        ]
+
+    def result(self, ops: TritonOps) -> Tensor:
+        """Return the output on the first cache; fp32, all elements written."""
+        ops.forward.begin_pass(self.rows)
+        self.out.fill_(float("nan"))
+        self.calls(ops, 1)[0]()
+        torch.cuda.synchronize()
+        return self.out.clone()
+
+    def time(self, ops: TritonOps, rounds: int) -> float:
+        """Return the microseconds of a call."""
+        ops.forward.begin_pass(self.rows)
+        return micros(self.calls(ops, max(4 if len(self.q) > 512 else 16, len(self.caches))), rounds)
+
+
+def floor_us(case: Case) -> float:
+    """Return the time of reading all keys and values once, or of the products at 700 TFLOP/s if longer."""
+    reads = case.slots * case.context * HEAD_BYTES / MEMORY_BYTES_PER_US
+    keys = case.slots * case.rows * (case.context - (case.rows - 1) / 2)
+    return round(max(reads, keys * LARGE_HEADS.num_q * LARGE_HEADS.dim * 4 / 700e6), 1)
+
+
+def measure(ops: TritonOps, case: Case, inputs: Inputs) -> dict[str, Any]:
+    """Check and time all variants of a case."""
+    want = inputs.result(ops)
+    assert not want.isnan().any(), "NaN in the result"
+    times = {"as it is": inputs.time(ops, 5)}
+    wrong = []
+    for name, patches in variants(case.table):
+        with patched(patches):
+            try:
+                if torch.equal(inputs.result(ops), want):
+                    times[name] = inputs.time(ops, 5)
+                else:
+                    wrong.append(name)
+            except Exception as error:  # e.g. a tile that needs too much shared memory
+                wrong.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
+    assert torch.equal(inputs.result(ops), want), "two runs of the tables differ"
+    best = min(times, key=times.__getitem__)
+    print(f"{case.name}: floor {floor_us(case)}, as it is {times['as it is']}, best {times[best]}: {best}")
+    for name in wrong:
+        print(f"  OTHER BITS OR FAILED: {name}", flush=True)
+    return {"floor": floor_us(case), "best": best, "us": times, "other bits or failed": wrong}
+
+
+def compile_all(ops: TritonOps, held: dict[Case, Inputs]) -> None:
+    """Compile the kernels of all variants in parallel."""
+
+    def launch(inputs: Inputs, patches: Patches) -> None:
+        ops.forward.begin_pass(inputs.rows)
+        with patched(patches):
+            inputs.calls(ops, 1)[0]()
+
+    tables = {case: [[], *(patches for _, patches in variants(case.table))] for case in held}
+    launches = [partial(launch, held[case], patches) for case in held for patches in tables[case]]
+    compile_ahead(launches, lambda done, total: None)
+
+
+def main() -> None:
+    """Run the cases that fit into the time."""
+    begun = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=110, help="start no case after it")
+    parser.add_argument("--only", default="", help="part of the name of a case")
+    options = parser.parse_args()
+    ops = TritonOps(GPU, pdl=False)  # an op alone is timed without its neighbours
+    report: dict[str, Any] = {"bench": "attention_variants", "device": torch.cuda.get_device_name()}
+    held = {case: Inputs(case) for case in CASES if options.only in case.name}
+    compile_all(ops, held)
+    report["seconds to compile"] = round(time.perf_counter() - begun, 1)
+    for case, inputs in held.items():
+        if time.perf_counter() - begun > options.seconds:
+            report[case.name] = "no time left"
+        else:
+            report[case.name] = measure(ops, case, inputs)
+    report["seconds"] = round(time.perf_counter() - begun, 1)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
