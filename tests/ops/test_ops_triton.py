@@ -60,7 +60,8 @@ def test_backend_without_a_gpu_raises() -> None:
 
 
 def test_debug_mode_names_the_failed_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = pytest.importorskip("draftproof.ops.triton.runtime")
+    pytest.importorskip("triton")
+    from draftproof.ops.triton.kernel_utils import wait_after_ops
 
     class Family:
         def double(self, x: int) -> int:
@@ -70,7 +71,7 @@ def test_debug_mode_names_the_failed_op(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("illegal address")
 
     family = Family()
-    runtime.wait_after_ops(family, torch.device("cpu"))
+    wait_after_ops(family, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     assert family.double(2) == 4
