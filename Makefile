@@ -25,8 +25,12 @@ lint: setup
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/mypy
 
-test: setup lint
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+# Lint runs beside the tests: mypy uses one core.
+test: setup
+	@$(MAKE) --no-print-directory lint & lint=$$!; \
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile \
+		--no-loadscope-reorder --cpu-times 30; tests=$$?; \
+	wait $$lint || { echo "make lint failed: see its output above"; exit 1; }; exit $$tests
 
 # Inner loop: no download, no slow file.
 test-fast: setup

@@ -14,6 +14,8 @@ from draftproof.ops.cpu import executor
 from draftproof.ops.cpu.jit import resident_memory
 from draftproof.text.grammar import compiler
 
+pytest_plugins = ["cpu_times"]
+
 # Tensors are tiny: threads cost more than they save. The cpu backend has a thread pool of its own.
 torch.set_num_threads(1)
 if "PYTEST_XDIST_WORKER" in os.environ:  # programs that tests start use one thread as well
