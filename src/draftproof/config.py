@@ -200,8 +200,6 @@ class EngineConfig:
             choices, value = declared.metadata.get("choices"), getattr(self, declared.name)
             if choices is not None and value not in choices:
                 raise ConfigError(f"{declared.name} must be one of {', '.join(choices)}, got {value!r}")
-        if self.enable_sleep_mode and self.tensor_parallel_size > 1:
-            raise ConfigError("enable_sleep_mode needs tensor_parallel_size=1: ranks do not sleep yet")
         if self.kv_events_config is not None:
             if not isinstance(self.kv_events_config, Mapping):
                 raise ConfigError(f"kv_events_config must be a mapping, got {self.kv_events_config!r}")

@@ -8,6 +8,7 @@ import torch
 import tiny
 from draftproof.errors import ConfigError
 from draftproof.models.weight_formats import QUANTIZERS, FloatWeight, Fp8BlockWeight
+from draftproof.models.weights.cuts import WeightCuts
 from draftproof.models.weights.sharding import Sharding, head_bounds, possible_sizes
 from draftproof.ops.parallel.forward import pairwise_sum
 
@@ -57,19 +58,27 @@ def test_columns_are_those_of_the_whole_matrix(name):
     assert torch.equal(part.dequantize(), whole.dequantize()[:, 128:])
 
 
+def cut(made, rank):
+    """Return the part of a rank of two, and its configuration."""
+    sharding = Sharding(made.config, rank, 2, invariant=False)
+    cuts, weights = WeightCuts.of_weights(sharding, made.weights, made.dtype), dict(made.weights)
+    cuts.cut(weights)
+    return weights, cuts.local_config()
+
+
 def test_a_cut_inside_a_block_is_refused():
     made = tiny.checkpoint("llama")
     name = "model.layers.0.self_attn.o_proj.weight"
     made.weights[name] = FORMATS["blocks"](made.weights[name].dequantize())
     with pytest.raises(ConfigError, match="cannot cut model.layers.0.self_attn.o_proj.weight at column 16"):
-        Sharding(made.config, 1, 2, invariant=False).cut(dict(made.weights), torch.float32)
+        cut(made, 1)
 
 
 def test_a_weight_without_a_rule_is_refused():
     made = tiny.checkpoint("llama")
-    made.weights["model.layers.0.self_attn.sinks"] = FloatWeight(torch.zeros(4))
-    with pytest.raises(ConfigError, match="does not support model.layers.0.self_attn.sinks"):
-        Sharding(made.config, 0, 2, invariant=False).cut(dict(made.weights), torch.float32)
+    made.weights["model.layers.0.self_attn.gate"] = FloatWeight(torch.zeros(4))
+    with pytest.raises(ConfigError, match="does not support model.layers.0.self_attn.gate"):
+        cut(made, 0)
 
 
 def test_a_subtree_is_a_partial_sum():

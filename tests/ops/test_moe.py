@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from draftproof.models.weight_formats import QUANTIZERS, pack_weight
-from draftproof.ops import Mlp, Moe, Ops, Routing, resolve
+from draftproof.ops import ExpertPart, Mlp, Moe, Ops, Routing, resolve
+from draftproof.ops.contract.types import ExpertOutputs
 from draftproof.ops.reference import moe as reference_moe
 from draftproof.ops.torch import moe as torch_moe
 
@@ -118,6 +119,24 @@ def test_experts_in_quantised_formats_equal_the_reference_row_by_row(weight_form
     torch.testing.assert_close(whole[:5], want, rtol=2e-2, atol=2e-2)
     for at in (0, 31, 59):
         assert torch.equal(ops.forward.moe(x[at : at + 1], moe), whole[at : at + 1])
+
+
+@pytest.mark.parametrize("backend", ("reference", "torch", "cpu"))
+def test_part_of_the_experts_has_the_bits_of_all(backend: str) -> None:
+    """The pairs of experts 2 to 4 equal those of a rank that has every expert."""
+    ops = resolve(backend, CPU)
+    moe, x = mixture(ops, ROUTINGS["normalized"], torch.float32), rows(9, torch.float32)
+    owners = torch.tensor([int(2 <= expert < 5) for expert in range(EXPERTS)])
+    part = replace(moe, gate_up=moe.gate_up[2:5], down=moe.down[2:5], part=ExpertPart(2, 3, owners))
+
+    def values(found: ExpertOutputs) -> torch.Tensor:
+        return found.values if found.places is None else found.values[found.places.flatten()]
+
+    want, got = ops.forward.expert_outputs(x, moe), ops.forward.expert_outputs(x, part)
+    assert torch.equal(got.experts, want.experts) and torch.equal(got.weights, want.weights)
+    here = owners[want.experts.flatten()] == 1
+    assert here.any() and not here.all()
+    assert torch.equal(values(got)[here], values(want)[here])
 
 
 # --- negative controls ---

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Pipe
 from typing import Any
@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import tiny
 from draftproof.engine.parallel import follower, rank_processes
+from draftproof.models.load import Checkpoint
 
 
 class RankThread:
@@ -40,10 +41,14 @@ class RankThread:
 
 
 @contextmanager
-def rank_threads(dtype: str = "float32") -> Iterator[None]:
-    """Start ranks as threads that load the tiny models of this dtype."""
+def rank_threads(dtype: str = "float32", load: Callable[[], Checkpoint] | None = None) -> Iterator[None]:
+    """Start ranks as threads that load the tiny models of this dtype, or what `load` returns."""
+
+    def load_for(config: Any, progress: bool) -> Checkpoint:
+        return tiny.checkpoint(config.model, dtype) if load is None else load()
+
     with (
         patch.object(rank_processes, "RankProcess", RankThread),
-        patch.object(follower, "load_for", lambda config, progress: tiny.checkpoint(config.model, dtype)),
+        patch.object(follower, "load_for", load_for),
     ):
         yield

@@ -15,7 +15,7 @@ from torch import Tensor
 import triton_checks  # first: it enables the interpreter before the kernels are imported
 from draftproof.errors import ConfigError
 from draftproof.models.weight_formats import Fp8BlockWeight, Fp8Weight, W8A8Weight
-from draftproof.ops import Mlp, Moe, Ops, Routing
+from draftproof.ops import ExpertPart, Mlp, Moe, Ops, Routing
 from draftproof.ops.reference import moe as definition
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.moe import forward, routing, tiles
@@ -216,6 +216,29 @@ def experts_of_other_formats_are_refused() -> None:
         ops.forward.moe(x, replace(made, down=packed))
     with pytest.raises(ConfigError, match="do not fit"):
         ops.forward.moe(x[:, :24].contiguous(), made)
+
+
+@check
+def part_of_the_experts_has_the_bits_of_all() -> None:
+    """Compare the pairs of experts 2 to 4 with those of a rank that has every expert."""
+    for dtype, rule in ((FP32, ROUTINGS["qwen"]), (BF16, ROUTINGS["deepseek_v3"])):
+        made, x = Weights(rule, dtype, has_bias=dtype == FP32)(ops), sample_rows(6, dtype)
+        owners = torch.tensor([int(2 <= expert < 5) for expert in range(rule.num_experts)])
+
+        def own(packed: PackedLinear, count: int = rule.num_experts) -> PackedLinear:
+            rows = slice(2 * packed.columns // count, 5 * packed.columns // count)
+            return ops.forward.pack_linear(
+                packed.weight[rows], None if packed.bias is None else packed.bias[rows]
+            )
+
+        part = replace(made, gate_up=own(made.gate_up), down=own(made.down), part=ExpertPart(2, 3, owners))
+        for few_rows in (0, 1 << 20):
+            with mock.patch.object(ops.forward.mixture, "few_rows", few_rows):
+                want, got = ops.forward.expert_outputs(x, made), ops.forward.expert_outputs(x, part)
+            assert torch.equal(got.experts, want.experts) and torch.equal(got.weights, want.weights)
+            here = owners[want.experts.flatten().long()] == 1
+            assert here.any() and not here.all()
+            assert torch.equal(got.values[here], want.values[here])
 
 
 @check

@@ -17,8 +17,17 @@ from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.loop import Loop
 from draftproof.engine.page_pool import Pages
 from draftproof.engine.parallel.leader import LeaderRunner, LeaderSlots, mirror_graphs
-from draftproof.engine.parallel.model_part import cut_checkpoint, is_cut, rank_ops, whole_vocabulary
+from draftproof.engine.parallel.model_part import (
+    WholeVocabulary,
+    check_invariant,
+    cut_checkpoint,
+    is_cut,
+    plan_cuts,
+    rank_ops,
+    whole_vocabulary,
+)
 from draftproof.engine.parallel.rank_processes import RankProcesses
+from draftproof.engine.parallel.split_weights import SplitWeights
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sizing import Sizes, resolve_sizes
 from draftproof.engine.slots import Slots
@@ -65,6 +74,7 @@ class EngineParts:
     limits: Limits
     strategies: StrategyTable
     weight_formats: str  # quantised ones that the backend multiplies; "": none
+    split: SplitWeights | None  # of weights that are cut
 
 
 def is_forced(config: SpeculativeConfig | None) -> bool:
@@ -83,6 +93,7 @@ def build_engine(
     """Load the model and build all parts of an engine; `ranks`: the processes of its other ranks."""
     model_config, weights = checkpoint.config, checkpoint.weights
     ops = rank_ops(config, rank=0)
+    check_invariant(config, ops)
     if ranks is not None:
         ranks.wait_reports()
         use_communicator(ops, ProcessCommunicator(ranks.path, 0, config.tensor_parallel_size, ops.device))
@@ -90,11 +101,9 @@ def build_engine(
         use_communicator(ops, Communicator())
     identity = _target_identity(checkpoint)
     lm_head = [weights.get("lm_head.weight", weights["model.embed_tokens.weight"])]
-    drafter_bytes, vocabulary = _drafter_bytes(config, checkpoint), None
+    drafter_bytes, vocabulary, split = _drafter_bytes(config, checkpoint), None, None
     if is_cut(config):
-        if needs_target(config.speculative):
-            vocabulary = whole_vocabulary(weights, ops, checkpoint.dtype)
-        checkpoint = cut_checkpoint(config, checkpoint, ops, rank=0)
+        checkpoint, vocabulary, split = _cut(config, checkpoint, ops, ranks)
         weights = checkpoint.weights
     else:
         quantize_linears(weights, config.quantization, ops)
@@ -105,12 +114,13 @@ def build_engine(
     if ranks is not None:
         sizes = replace(sizes, num_pages=min([sizes.num_pages, *ranks.wait_reports()]))
         ranks.send(sizes)
-    with packed_store(ops, list(weights.values())) as store:
+    cached = () if is_cut(config) else list(weights.values())  # the cache holds whole weights
+    with packed_store(ops, cached) as store:
         model = create_model(checkpoint.config, weights, ops, sizes.max_len, store)
     vocab = model_config.vocab_size
     slot_sizes = sizes.num_seqs, sizes.max_len, sizes.k, sizes.max_pages, vocab, ops
     slots = Slots(*slot_sizes) if ranks is None else LeaderSlots(ranks, *slot_sizes)
-    embedding, packed_head = vocabulary or (model.embedding, model.lm_head)
+    shared = vocabulary or model
     env = ProposerEnv(
         ops=ops,
         k=sizes.k,
@@ -125,8 +135,8 @@ def build_engine(
             config=model_config,
             identity=identity,
             dtype=checkpoint.dtype,
-            embedding=embedding,
-            lm_head=packed_head,
+            embedding=shared.embedding,
+            lm_head=shared.lm_head,
             lm_head_rows=lambda ids: lm_head[0].rows(ids).dequantize(checkpoint.dtype).to(ids.device),
         ),
         kv_cache_dtype=config.kv_cache_dtype,
@@ -145,7 +155,20 @@ def build_engine(
         speculative_tokens=sizes.k if proposer else 0,
         at_once=None if config.max_num_waiting is None else sizes.num_seqs + config.max_num_waiting,
     )
-    return EngineParts(ops, runner, loop, limits, strategies, formats)
+    return EngineParts(ops, runner, loop, limits, strategies, formats, split)
+
+
+def _cut(
+    config: EngineConfig, checkpoint: Checkpoint, ops: Ops, ranks: RankProcesses | None
+) -> tuple[Checkpoint, WholeVocabulary | None, SplitWeights]:
+    """Return the part of rank 0, the vocabulary of a draft head, and what an update needs."""
+    vocabulary, weights = None, checkpoint.weights
+    if needs_target(config.speculative):
+        vocabulary = whole_vocabulary(weights, ops, checkpoint.dtype)
+    cuts = plan_cuts(config, checkpoint, ops, rank=0)
+    entries = () if vocabulary is None else vocabulary.entries
+    split = SplitWeights.of_weights(cuts, weights, config.quantization, ops, ranks, entries)
+    return cut_checkpoint(config, checkpoint, ops, cuts), vocabulary, split
 
 
 def _build_runner(

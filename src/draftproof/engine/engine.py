@@ -15,7 +15,7 @@ from draftproof.engine.build import build_engine, is_adaptive, is_forced, warm_u
 from draftproof.engine.live.engine import PausableEngine
 from draftproof.engine.live.sleep import SleepMode
 from draftproof.engine.live.weights import LiveWeights
-from draftproof.engine.parallel.rank_processes import RankProcesses, start_ranks
+from draftproof.engine.parallel.rank_processes import start_ranks
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.step.step_results import StepResults, logprob_kind_of, needs_host_logprobs
 from draftproof.engine.step.warmup import Progress
@@ -47,7 +47,7 @@ class Engine(PausableEngine):
         self._adaptive = is_adaptive(config.speculative)
         self._operations = deque()
         self._publisher: EventPublisher | None = None
-        self._ranks: RankProcesses | None = None
+        self._ranks = None
         if config.tensor_parallel_size > 1:
             self._ranks = start_ranks(config, checkpoint.config)
         try:
@@ -69,7 +69,7 @@ class Engine(PausableEngine):
             self.ops, self.runner, self.loop = parts.ops, parts.runner, parts.loop
             self.limits, self._strategies = parts.limits, parts.strategies
             self._weight_formats = parts.weight_formats
-            self._live = LiveWeights(config, checkpoint, parts.runner)
+            self._live = LiveWeights(config, checkpoint, parts.runner, parts.split)
             self._sleep = None
             if config.enable_sleep_mode:
                 self._sleep = SleepMode(self.ops, parts.runner, parts.loop.proposer)

@@ -63,6 +63,16 @@ class MoeConfig:
     experts: str = "mlp.experts"
     shared: str = "mlp.shared_experts"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    owners: tuple[int, ...] = ()  # rank of each expert; (): all are here
+    rank: int = 0
+
+    @property
+    def own_experts(self) -> range:
+        """Return the experts that are here."""
+        if not self.owners:
+            return range(self.routing.num_experts)
+        first = self.owners.index(self.rank)
+        return range(first, first + self.owners.count(self.rank))
 
     def __post_init__(self) -> None:
         routing = self.routing

@@ -18,6 +18,7 @@ from draftproof.models.weight_formats import FloatWeight, PackedStore, WeightPac
 from draftproof.ops import (
     Attention,
     AttentionShape,
+    ExpertPart,
     KVLayout,
     Layer,
     Mlp,
@@ -163,8 +164,8 @@ def _moe(packer: WeightPacker, prefix: str, moe: MoeConfig, config: ModelConfig)
     """Pack a mixture of experts."""
     bias = config.mlp_bias
     gate, up, down = moe.projections
-    names = [f"{prefix}{moe.experts}.{expert}." for expert in range(moe.routing.num_experts)]
-    shared = f"{prefix}{moe.shared}"
+    own, shared, device = moe.own_experts, f"{prefix}{moe.shared}", packer.ops.device
+    names = [f"{prefix}{moe.experts}.{expert}." for expert in own]
     return Moe(
         routing=moe.routing,
         router=packer.router(f"{prefix}{moe.router}", moe.has_router_bias),
@@ -174,6 +175,7 @@ def _moe(packer: WeightPacker, prefix: str, moe: MoeConfig, config: ModelConfig)
         shared=_mlp(packer, shared + ".", config) if moe.shared_intermediate_size else None,
         shared_gate=packer.router(f"{shared}_gate") if moe.has_shared_gate else None,
         activation=config.activation,
+        part=ExpertPart(own.start, len(own), torch.tensor(moe.owners, device=device)) if moe.owners else None,
     )
 
 
@@ -182,7 +184,7 @@ def _attention(packer: WeightPacker, prefix: str, config: ModelConfig, index: in
     norms = {}
     if config.qk_norm or config.qk_row_norm:
         kind = "row_norm" if config.qk_row_norm else "norm"
-        norms = {f"{x}_{kind}": packer.tensor(f"{prefix}{x}_norm.weight") for x in "qk"}
+        norms = {f"{x}_{kind}": packer.norm(f"{prefix}{x}_norm.weight") for x in "qk"}
     return Attention(
         heads=AttentionShape(
             num_q=config.num_heads,

@@ -18,17 +18,16 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError
+from draftproof.models.weights.blocks import INT4_GROUP as INT4_GROUP
+from draftproof.models.weights.blocks import BlockWeight as BlockWeight
 from draftproof.models.weights.low_bit import Fp8BlockWeight as Fp8BlockWeight
 from draftproof.models.weights.low_bit import Fp8Weight as Fp8Weight
 from draftproof.models.weights.low_bit import Int4GroupWeight as Int4GroupWeight
-from draftproof.models.weights.sharded import RowParallelWeight, VocabParallelWeight
+from draftproof.models.weights.sharded import HeadNormWeight, RowParallelWeight, VocabParallelWeight
+from draftproof.models.weights.tensor import FLOAT_NAMES
 from draftproof.models.weights.tensor import FloatWeight as FloatWeight
 from draftproof.models.weights.tensor import WeightTensor as WeightTensor
 from draftproof.ops import Ops
-from draftproof.ops.contract.block_scales import SUPER_BLOCK, float_scales, pack_scales, split_scales
-
-INT4_GROUP = 32  # elements of a row that share a scale and a minimum
-MIN_FP16_SCALE = 2.0**-14  # the smallest normal fp16: a group of equal elements has no range
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,99 +79,6 @@ class W8A8Weight(Int8RowWeight):
         return "w8a8"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockWeight(WeightTensor):
-    """Matrix of integers with a scale and a minimum per output row and group of its elements.
-
-    `data` [N, K] int8, or uint8 for integers of 4 bits, 0..15. `scales` [N, K / group, 2] scale and minimum,
-    or [N, K / group, 1] without minimum, fp16 or fp32; or uint8, two levels as in `block_scales`. An element
-    is scale times integer plus minimum. The packed layout depends on these types and shapes, not on the
-    values, so parts of a weight are packed alike.
-    """
-
-    @property
-    def format(self) -> str:
-        """Return "blocks"."""
-        return "blocks"
-
-    @property
-    def stored_as(self) -> str:
-        """Return the number of bits of an integer."""
-        return "int4" if self.data.dtype == torch.uint8 else "int8"
-
-    @property
-    def group(self) -> int:
-        """Return the number of consecutive elements that share a scale."""
-        assert self.scales is not None
-        if self.has_two_levels:
-            return SUPER_BLOCK // split_scales(self.scales[:1])[1].shape[2]
-        return self.data.shape[1] // self.scales.shape[1]
-
-    @property
-    def has_two_levels(self) -> bool:
-        """Return whether the scales are in two levels."""
-        return self.scales is not None and self.scales.dtype == torch.uint8
-
-    @property
-    def column_unit(self) -> int:
-        """Return the columns of a group, or of a block of activations, which is as long or longer."""
-        return max(self.group, INT4_GROUP)
-
-    def columns(self, begin: int, end: int) -> Self:
-        """Return the columns begin..end; scales in two levels become one unless these are super-blocks."""
-        assert self.scales is not None
-        scales, unit = self.scales, SUPER_BLOCK if self.has_two_levels else self.group
-        if begin % unit or end % unit:
-            scales, unit = float_scales(scales), self.group
-        return type(self)(self.data[:, begin:end], scales[:, begin // unit : end // unit])
-
-    @classmethod
-    def cat(cls, weights: Sequence[Self]) -> Self:
-        """Concatenate along the output rows; all take the smallest group and the widest types."""
-        if len(weights) == 1:
-            return weights[0]
-        group = min(weight.group for weight in weights)
-        scales = [weight.scales for weight in weights if weight.scales is not None]
-        is_4bit = all(weight.data.dtype == torch.uint8 for weight in weights)
-        data = torch.cat([weight.data if is_4bit else weight.data.view(torch.int8) for weight in weights])
-        if all(weight.has_two_levels for weight in weights):
-            levels = [split_scales(scale) for scale in scales]
-            kinds = max(bases.shape[2] for bases, _ in levels)
-            bases = _join([bases for bases, _ in levels], [1] * len(levels), kinds)
-            repeats = [weight.group // group for weight in weights]
-            return cls(data, pack_scales(bases, _join([factors for _, factors in levels], repeats, kinds, 2)))
-        is_fp16 = all(scale.dtype == torch.float16 for scale in scales)
-        plain = [scale if is_fp16 else float_scales(scale) for scale in scales]
-        kinds = max(scale.shape[2] for scale in plain)
-        return cls(data, _join(plain, [weight.group // group for weight in weights], kinds))
-
-    @classmethod
-    def quantize(cls, matrix: Tensor) -> Self:
-        """Quantise a float matrix [N, K] to 4 bits: groups of 32 with an fp16 scale and minimum."""
-        columns, depth = matrix.shape
-        if depth % INT4_GROUP:
-            raise LoadError(f"rows of {depth} are not whole groups of {INT4_GROUP}")
-        groups = matrix.detach().float().view(columns, -1, INT4_GROUP)
-        low = groups.amin(2, keepdim=True).half().float()
-        scale = ((groups.amax(2, keepdim=True) - low) / 15).clamp(min=MIN_FP16_SCALE).half().float()
-        integers = ((groups - low) / scale).round().clamp(0, 15).to(torch.uint8)
-        return cls(integers.view(columns, depth), torch.cat([scale, low], 2).half())
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the matrix, computed in fp32 and rounded once, by default to bf16."""
-        assert self.scales is not None
-        parts = [part.repeat_interleave(self.group, 1) for part in float_scales(self.scales).unbind(2)]
-        values = parts[0] * self.data
-        return (values + parts[1] if len(parts) > 1 else values).to(dtype or torch.bfloat16)
-
-
-def _join(parts: Sequence[Tensor], repeats: Sequence[int], kinds: int, axis: int = 1) -> Tensor:
-    """Concatenate rows of scales [N, ..., F], each repeated along `axis`, with 0 up to F = `kinds`."""
-    pairs = zip(parts, repeats, strict=True)
-    fine = [part.repeat_interleave(count, axis) if count > 1 else part for part, count in pairs]
-    return torch.cat([torch.nn.functional.pad(part, (0, kinds - part.shape[-1])) for part in fine])
-
-
 # dtype of the stored matrix -> format; every other dtype is a FloatWeight
 FORMATS: dict[torch.dtype, type[WeightTensor]] = {torch.int8: Int8RowWeight}
 
@@ -192,15 +98,27 @@ def used_formats(weights: Mapping[str, WeightTensor], ops: Ops) -> str:
     """Return the quantised formats that the backend multiplies, by decreasing size; "" if there is none."""
     sizes: Counter[str] = Counter()
     for weight in weights.values():
-        if not isinstance(weight, FloatWeight) and weight.format in ops.forward.weight_formats:
+        is_float = isinstance(weight, FloatWeight) or weight.stored_as in FLOAT_NAMES.values()
+        if not is_float and weight.format in ops.forward.weight_formats:
             sizes[weight.stored_as] += math.prod(weight.shape)
     return "/".join(name for name, _ in sizes.most_common())
 
 
+def _load_format(quantization: str, ops: Ops) -> str:
+    """Return the format that the engine's option makes on load for a backend, or ""."""
+    formats = {"int8": "w8a8", "fp8": "fp8", "int4": ops.forward.int4_format}
+    return formats.get(quantization, "")
+
+
 def quantizer(quantization: str, ops: Ops) -> Callable[[Tensor], WeightTensor] | None:
     """Return the quantisation on load that the engine's option selects for a backend, or None."""
-    formats = {"int8": "w8a8", "fp8": "fp8", "int4": ops.forward.int4_format}
-    return QUANTIZERS.get(formats.get(quantization, ""))
+    return QUANTIZERS.get(_load_format(quantization, ops))
+
+
+def quantized_format(name: str, weight: WeightTensor, quantization: str, ops: Ops) -> str:
+    """Return the format to which a weight is quantised on load; "" if it is not."""
+    is_quantized = name.endswith(LINEAR_SUFFIXES) and not name.endswith(HEADS_SUFFIX) and _is_float(weight)
+    return _load_format(quantization, ops) if is_quantized else ""
 
 
 def quantize_linears(weights: dict[str, WeightTensor], quantization: str, ops: Ops) -> None:
@@ -224,8 +142,7 @@ def linear_quantizer(
         )
 
     def quantized(name: str, weight: WeightTensor) -> WeightTensor:
-        is_linear = name.endswith(LINEAR_SUFFIXES) and not name.endswith(HEADS_SUFFIX)
-        if not is_linear or not _is_float(weight):
+        if not quantized_format(name, weight, quantization, ops):
             return weight
         matrix = weight.to(ops.device).dequantize()  # a GPU quantises a model in seconds
         if not bool(matrix.isfinite().all()):
@@ -323,6 +240,17 @@ class WeightPacker:
     def tensor(self, name: str) -> Tensor:
         """Remove one weight and return it dequantised on the device."""
         return self.derive([name], lambda weights: self.on_device(weights[name]))
+
+    def norm(self, name: str) -> Any:
+        """Remove the weight of a norm of attention heads and return it on the device."""
+
+        def pack(weights: Mapping[str, WeightTensor]) -> Any:
+            weight = weights[name]
+            return (
+                weight.pack(self.on_device) if isinstance(weight, HeadNormWeight) else self.on_device(weight)
+            )
+
+        return self.derive([name], pack)
 
     def on_device(self, weight: WeightTensor) -> Tensor:
         """Return a weight dequantised on the device."""

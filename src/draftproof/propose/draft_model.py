@@ -21,7 +21,7 @@ from draftproof.models.load import keeps_blocks, load_checkpoint, load_config
 from draftproof.models.registry import create_model, expected_tensors, kv_layout
 from draftproof.models.runner import Runner
 from draftproof.models.weight_formats import WeightTensor
-from draftproof.models.weights.update import check_update
+from draftproof.models.weights.update import WeightForms, check_update
 from draftproof.models.weights.update_source import WeightSource, read_tensors, target_weights
 from draftproof.ops import Rows
 from draftproof.ops.contract.kv_layout import resolve_kv_dtype
@@ -93,8 +93,9 @@ class DraftModelProposer(ModelProposer):
         """Return new weights of the draft model, under the names of its checkpoint."""
         model, dtype = self.runner.model, self.runner.dtype
         tensors = read_tensors(source)
-        weights = target_weights(tensors, model.config, dtype, self.entries, quantize=lambda _: None)
-        check_update(self.entries, weights)
+        forms = WeightForms.of_entries(self.entries)
+        weights = target_weights(tensors, model.config, dtype, forms.formats, quantize=lambda _: None)
+        check_update(forms, weights)
         return weights
 
     def draft(self, batch: DeviceBatch) -> Draft:

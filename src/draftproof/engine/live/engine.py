@@ -21,6 +21,7 @@ from draftproof.errors import ConfigError, EngineDownError
 
 if TYPE_CHECKING:
     from draftproof.engine.loop import Loop
+    from draftproof.engine.parallel.rank_processes import RankProcesses
     from draftproof.models.weights.update_source import WeightSource
     from draftproof.ops import Ops
 
@@ -32,6 +33,7 @@ class PausableEngine:
     loop: Loop
     _live: LiveWeights
     _sleep: SleepMode | None
+    _ranks: RankProcesses | None
     _failure: Exception | None
     _operations: deque[Operation]  # oldest first
 
@@ -134,14 +136,19 @@ class PausableEngine:
             raise ConfigError(f"level must be 1 (weights to the host) or 2 (weights dropped), got {level!r}")
         self._discard_kv()
         self._sleep.sleep(level)
+        if self._ranks is not None:
+            self._ranks.call("sleep", level)
         self.loop.is_paused = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Restore weights and KV, or those of `tags` alone; steps run when both are there."""
         if self._sleep is None:
             raise ConfigError(NO_SLEEP_MODE)
+        known = check_tags(tags)
         with torch.inference_mode():
-            self._sleep.wake_up(check_tags(tags), self._live.reload)
+            self._sleep.wake_up(known, self._live.reload)
+        if self._ranks is not None:
+            self._ranks.call("wake_up", known)
 
     def check_awake(self) -> None:
         """Raise EngineDownError while the engine sleeps."""

@@ -5,7 +5,7 @@ Version 0 is the checkpoint that was loaded. Every update has a larger number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from draftproof.config import EngineConfig
-from draftproof.engine.parallel.model_part import is_cut
+from draftproof.engine.parallel.split_weights import SplitWeights
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.load import Checkpoint, keeps_blocks, load_checkpoint
 from draftproof.models.runner import Runner
 from draftproof.models.weight_formats import WeightTensor, quantize_linears
-from draftproof.models.weights.update import apply_update, check_update
+from draftproof.models.weights.update import WeightForms, apply_update, check_update
 from draftproof.models.weights.update_source import (
     WeightSource,
     is_path,
@@ -45,11 +45,16 @@ class WeightUpdate:
 class LiveWeights:
     """Packed weights of the target and the proposer."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, runner: Runner) -> None:
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, runner: Runner, split: SplitWeights | None
+    ) -> None:
+        """Take the parts of an engine; `split`: of weights that are cut."""
         self.version = 0
-        self._config, self._runner = config, runner
+        self._config, self._runner, self._split = config, runner, split
         self._model_config, self._dtype = checkpoint.config, checkpoint.dtype
         self._entries = runner.model.entries
+        of_entries = WeightForms.of_entries
+        self._forms = of_entries(self._entries) if split is None else split.forms(self._entries)
         # a model without files has dummy weights, which are made from its configuration
         self._source = config.model if checkpoint.source is not None else checkpoint.config
 
@@ -64,10 +69,6 @@ class LiveWeights:
 
         It may run in any thread, while steps run.
         """
-        if is_cut(self._config):
-            raise LoadError(
-                "weights that are cut cannot be updated yet: use tensor_parallel_size=1 without tp_invariant"
-            )
         if version is not None and not self.version < version <= MAX_VERSION:
             raise LoadError(f"version {version} is not above {self.version}, that of the present weights")
         with torch.inference_mode():
@@ -79,8 +80,7 @@ class LiveWeights:
                 draft = proposer.check_weights(draft_weights)
         if not target and not draft:
             raise LoadError("the update holds no weights")
-        names = {name for entry in self._entries for name in entry.formats}
-        return WeightUpdate(target, draft, version, names <= target.keys())
+        return WeightUpdate(target, draft, version, self._forms.formats.keys() <= target.keys())
 
     def _read_target(self, source: WeightSource) -> dict[str, WeightTensor]:
         config, dtype = self._model_config, self._dtype
@@ -101,10 +101,10 @@ class LiveWeights:
                 read_tensors(source),
                 config,
                 dtype,
-                self._entries,
+                self._forms.formats,
                 lambda w: quantize_linears(w, quantization, ops),
             )
-        check_update(self._entries, weights)
+        check_update(self._forms, weights)
         return weights
 
     def apply(self, update: WeightUpdate, proposer: Proposer | None) -> None:
@@ -113,7 +113,9 @@ class LiveWeights:
             raise LoadError(
                 f"version {update.version} is not above {self.version}: another update came first"
             )
-        apply_update(self._entries, update.weights)
+        self._copy(update.weights)
+        if self._split is not None:
+            self._split.finish(update.is_complete)
         if proposer is not None:
             apply_update(proposer.entries, update.draft_weights)
             if rows := self._lm_head_rows(update):
@@ -136,9 +138,19 @@ class LiveWeights:
             seed=config.seed or 0,
             progress=False,
             keep_blocks=keeps_blocks(config.quantization, self._runner.ops.device),
+            converts=self._split is None,
         )
+        if self._split is not None:  # the other ranks read their own parts
+            self._split.reload(self._entries, made, config.quantization, self._runner.ops)
+            return
         quantize_linears(made.weights, config.quantization, self._runner.ops)
         apply_update(self._entries, made.weights)
+
+    def _copy(self, weights: Mapping[str, WeightTensor]) -> None:
+        if self._split is None:
+            apply_update(self._entries, weights)
+        else:
+            self._split.apply(self._entries, weights)
 
     def _lm_head_rows(self, update: WeightUpdate) -> Callable[[Tensor], Tensor] | None:
         tied = self._model_config.tie_embeddings

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,11 +19,14 @@ from torch import Tensor
 
 from draftproof.config import EngineConfig
 from draftproof.engine.build import check_formats
-from draftproof.engine.parallel.model_part import cut_checkpoint, load_for, rank_ops
+from draftproof.engine.live.sleep import SleepMode, SleepTag
+from draftproof.engine.parallel.model_part import cut_checkpoint, load_for, plan_cuts, rank_ops
 from draftproof.engine.parallel.rank_processes import Call
 from draftproof.engine.sizing import Sizes, resolve_sizes
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
+from draftproof.models.weight_formats import WeightTensor
+from draftproof.models.weights.update import apply_update
 from draftproof.ops import Rows
 from draftproof.ops.parallel.communicator import ProcessCommunicator
 from draftproof.ops.parallel.forward import use_communicator
@@ -34,8 +37,12 @@ EXIT_FAILED = 70
 class Follower:
     """Model part of a rank and the calls that it runs."""
 
-    def __init__(self, runner: Runner, sizes: Sizes) -> None:
+    def __init__(
+        self, runner: Runner, sizes: Sizes, sleep: SleepMode | None, reload: Callable[[], None]
+    ) -> None:
+        """Take the model part; `reload` reads its weights from the checkpoint again."""
         self._runner, self.ops = runner, runner.ops
+        self._sleep, self._reload = sleep, reload
         shape = (sizes.num_seqs, sizes.max_pages)
         self._page_table = torch.zeros(shape, dtype=torch.int32, device=self.ops.device)
         self._hidden = self._empty(0)
@@ -92,6 +99,25 @@ class Follower:
         unique = dict.fromkeys(calls)
         self.ops.runtime.compile([lambda: self._run_all(list(unique))], lambda *_: None)
 
+    def update_weights(self, weights: Mapping[str, WeightTensor]) -> None:
+        """Copy new weights of some layers into the storage of the old ones."""
+        apply_update(self._runner.model.entries, weights)
+
+    def finish_update(self, is_complete: bool) -> None:
+        """End an update; `is_complete`: it had every weight."""
+        if self._sleep is not None and is_complete:
+            self._sleep.needs_weights = False
+
+    def sleep(self, level: int) -> None:
+        """Release the memory of weights and KV."""
+        assert self._sleep is not None
+        self._sleep.sleep(level)
+
+    def wake_up(self, tags: Sequence[SleepTag]) -> None:
+        """Restore the memory of `tags`."""
+        assert self._sleep is not None
+        self._sleep.wake_up(tags, self._reload)
+
     def _run_all(self, calls: Sequence[Call]) -> None:
         for call in calls:
             self.run(call)
@@ -109,7 +135,9 @@ def build_follower(
     reports.send(("report", None))
     communicator = ProcessCommunicator(path, rank, config.tensor_parallel_size, ops.device)
     use_communicator(ops, communicator)
-    checkpoint = cut_checkpoint(config, load_for(config, progress=False), ops, rank)
+    whole = load_for(config, progress=False)
+    cuts = plan_cuts(config, whole, ops, rank)
+    checkpoint = cut_checkpoint(config, whole, ops, cuts)
     check_formats(checkpoint.weights, ops)
     reports.send(("report", resolve_sizes(config, checkpoint, ops).num_pages))
     sizes: Sizes = messages.recv()
@@ -124,8 +152,14 @@ def build_follower(
         kv_cache_dtype=config.kv_cache_dtype,
         captures=False,
     )
+    sleep = SleepMode(ops, runner, None) if config.enable_sleep_mode else None
+
+    def reload() -> None:
+        again = cut_checkpoint(config, load_for(config, progress=False), ops, cuts)
+        apply_update(model.entries, again.weights)
+
     reports.send(("report", None))
-    return Follower(runner, sizes)
+    return Follower(runner, sizes, sleep, reload)
 
 
 def serve(messages: Connection, reports: Connection) -> int:

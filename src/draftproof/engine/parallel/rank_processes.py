@@ -127,6 +127,10 @@ class RankProcesses:
         for each in self._processes:
             self._send_bytes(each, message)
 
+    def call_rank(self, rank: int, *call: Any) -> None:
+        """Let one rank run a call, which is not recorded."""
+        self._send_to(self._processes[rank - 1], call)
+
     def send(self, message: Any) -> None:
         """Send a message, which is not a call, to every rank."""
         for each in self._processes:

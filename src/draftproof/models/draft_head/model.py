@@ -18,7 +18,7 @@ from draftproof.models.layers import first_layer_input, run_layers, store_kv
 from draftproof.models.rope import rope_table
 from draftproof.models.weight_formats import FloatWeight, PackedEntry, WeightPacker, WeightTensor
 from draftproof.models.weights.packed_tree import copy_into
-from draftproof.models.weights.update import check_update
+from draftproof.models.weights.update import WeightForms, check_update
 from draftproof.ops import Ops, QuantizedTable, Rows
 from draftproof.types import Windows
 
@@ -117,7 +117,7 @@ class DraftHeadModel:
             if missing := self.config.tensors().keys() - given.keys() - {"d2t"}:
                 raise LoadError(f"{min(missing)} is missing: the norms of this head are part of its fc")
             given = _fold_feature_norms(self.config, given)
-        check_update(entries, given)
+        check_update(WeightForms.of_entries(entries), given)
         return given
 
     def refresh_lm_head(self, rows: Callable[[Tensor], Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,14 @@ from torch import Tensor
 
 from draftproof.models.weights.tensor import WeightTensor
 from draftproof.ops import QuantizedTable
-from draftproof.ops.parallel.forward import ROW_PARALLEL, VOCAB_PARALLEL, RowParallelLinear, VocabParallel
+from draftproof.ops.parallel.forward import (
+    HEAD_PARALLEL,
+    ROW_PARALLEL,
+    VOCAB_PARALLEL,
+    HeadParallelNorm,
+    RowParallelLinear,
+    VocabParallel,
+)
 
 Pack = Callable[[WeightTensor], Any]  # packs a weight for `Ops.linear`
 
@@ -27,12 +34,44 @@ class ShardedWeight(WeightTensor):
         """Return the bytes of all parts."""
         return sum(part.nbytes for part in self.parts if part is not None)
 
+    @property
+    def stored_as(self) -> str:
+        """Return the format of a part for messages."""
+        return next(part.stored_as for part in self.parts if part is not None)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Refuse: a rank has no whole matrix."""
         raise TypeError("a weight that is cut between ranks has no whole matrix")
 
     def _on(self, device: torch.device) -> tuple[WeightTensor | None, ...]:
         return tuple(None if part is None else part.to(device) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormWeight(ShardedWeight):
+    """Weight of a norm over all heads, whole on every rank, and where the columns of the ranks are."""
+
+    width: int = 0  # see `HeadParallelNorm`
+    places: Tensor | None = None
+    own: Tensor | None = None
+
+    @property
+    def format(self) -> str:
+        """Return "head_parallel"."""
+        return HEAD_PARALLEL
+
+    def to(self, device: torch.device) -> WeightTensor:
+        """Return the weight on `device`."""
+        (part,) = self._on(device)
+        assert part is not None
+        return replace(self, data=part.data, parts=(part,))
+
+    def pack(self, on_device: Callable[[WeightTensor], Tensor]) -> HeadParallelNorm:
+        """Return the norm on the device."""
+        (part,) = self.parts
+        assert part is not None and self.places is not None and self.own is not None
+        weight = on_device(part)
+        return HeadParallelNorm(weight, self.width, self.places.to(weight.device), self.own.to(weight.device))
 
 
 @dataclass(frozen=True, slots=True)

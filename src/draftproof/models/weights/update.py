@@ -7,6 +7,7 @@ or another format is refused, and the model keeps all its weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +22,31 @@ if TYPE_CHECKING:
 _FLOAT_FORMATS = frozenset(FLOAT_NAMES.values())
 
 
-def check_update(entries: Sequence[PackedEntry], weights: Mapping[str, WeightTensor]) -> None:
-    """Raise LoadError unless every weight has a place in `entries`, of the same shape and format."""
-    shapes = {name: shape for entry in entries for name, shape in entry.shapes.items()}
-    formats = {name: one for entry in entries for name, one in entry.formats.items()}
+@dataclass(frozen=True, slots=True)
+class WeightForms:
+    """Forms in which the weights of a model are given to an update."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    formats: Mapping[str, str]
+    groups: Sequence[frozenset[str]]  # names whose weights are packed together and replaced together
+
+    @classmethod
+    def of_entries(cls, entries: Sequence[PackedEntry]) -> WeightForms:
+        """Return the forms of weights that are packed as `entries`."""
+        shapes = {name: shape for entry in entries for name, shape in entry.shapes.items()}
+        formats = {name: one for entry in entries for name, one in entry.formats.items()}
+        groups = [frozenset(entry.formats) for entry in entries if not _has_floats_only(entry)]
+        return cls(shapes, formats, groups)
+
+
+def _has_floats_only(entry: PackedEntry) -> bool:
+    """Return whether a part of an entry can be replaced."""
+    return _FLOAT_FORMATS.issuperset(entry.formats.values())
+
+
+def check_update(forms: WeightForms, weights: Mapping[str, WeightTensor]) -> None:
+    """Raise LoadError unless every weight has a place in the model, of the same shape and format."""
+    shapes, formats = forms.shapes, forms.formats
     for name, weight in weights.items():
         if name not in shapes:
             hint = nearest(name, shapes, "names are those of the model's checkpoint")
@@ -36,13 +58,12 @@ def check_update(entries: Sequence[PackedEntry], weights: Mapping[str, WeightTen
                 f"{name} is in the format {formats[name]} and the new one in {weight.format}: weights that "
                 "were read quantised are updated from files in the same format"
             )
-    for entry in entries:
-        missing = entry.formats.keys() - weights.keys()
-        has_all_floats = {entry.formats[name] for name in entry.formats} <= _FLOAT_FORMATS
-        if missing and len(missing) < len(entry.formats) and not has_all_floats:
+    for group in forms.groups:
+        missing = group - weights.keys()
+        if missing and len(missing) < len(group):
             raise LoadError(
-                f"{min(missing)} is missing: it is packed with {min(entry.formats.keys() & weights.keys())}, "
-                f"and a part of packed {entry.formats[min(missing)]} cannot be replaced"
+                f"{min(missing)} is missing: it is packed with {min(group & weights.keys())}, "
+                f"and a part of packed {formats[min(missing)]} cannot be replaced"
             )
 
 

@@ -15,7 +15,7 @@ from draftproof.models.config import ModelConfig, read_json
 from draftproof.models.families.checkpoint import model_names, stored_norms
 from draftproof.models.rope import loaded_form
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
-from draftproof.models.weight_formats import PackedEntry, WeightTensor
+from draftproof.models.weight_formats import WeightTensor
 from draftproof.models.weights.tensor import FLOAT_NAMES, FloatWeight
 
 # a folder or file, or (name, tensor) pairs under the names of the checkpoint
@@ -59,17 +59,16 @@ def target_weights(
     tensors: Mapping[str, Tensor],
     config: ModelConfig,
     dtype: torch.dtype,
-    entries: Sequence[PackedEntry],
+    formats: Mapping[str, str],
     quantize: Callable[[dict[str, WeightTensor]], None],  # in place, as when the model was loaded
 ) -> dict[str, WeightTensor]:
-    """Return the weights of a model from tensors of its checkpoint, in the formats of `entries`."""
+    """Return the weights of a model from tensors of its checkpoint; `formats`: of its packed weights."""
     given = model_names(tensors, config)
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     if config.tie_embeddings and head in given:  # trainers often list both
         if table not in given or not torch.equal(given[head], given[table]):
             raise LoadError(f"{head} is the embedding of this model: give {table} alone")
         del given[head]
-    formats = {name: one for entry in entries for name, one in entry.formats.items()}
     for name, tensor in given.items():
         if not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ from draftproof.ops.contract.latent import LatentOps
 from draftproof.ops.contract.types import (
     Attention,
     AttentionShape,
+    ExpertOutputs,
     FusedLayers,
     Moe,
     PackedState,
@@ -38,6 +39,9 @@ class ForwardOps(LatentOps, ABC):
     def pack_draft_linear(self, weight: Tensor, bias: Tensor | None = None) -> Any:
         """Pack a weight of a draft model; `linear` may compute it with lower precision."""
         return self.pack_linear(weight, bias)
+
+    # Whether a column of `linear` has the same bits however many columns the weight has.
+    has_independent_columns: ClassVar[bool] = True
 
     # Quantised weight formats that `pack_quantized` takes; a weight of another format is dequantised before.
     weight_formats: ClassVar[frozenset[str]] = frozenset()
@@ -162,13 +166,38 @@ class ForwardOps(LatentOps, ABC):
         """Multiply x [R, K] by a packed router in fp32: [R, E] fp32."""
         return self.linear(x.float(), packed)
 
-    @abstractmethod
     def moe(self, x: Tensor, moe: Moe) -> Tensor:
         """Apply the experts that each row of x [R, hidden] selects, and the shared one: [R, hidden].
 
-        Router logits, scores and weights are fp32. The output of an expert, `linear` of `linear_act_mul`, is
-        fp32. A row's sum starts with its best expert, adds weight times output by descending rank, then the
-        shared expert, in fp32, and is rounded once. It depends on no other row.
+        Router logits, scores and weights are fp32. A row depends on no other row.
+        """
+        if not len(x):
+            return x.clone()
+        return self.combine_experts(self.expert_outputs(x, moe), *self.shared_expert(x, moe), x.dtype)
+
+    @abstractmethod
+    def expert_outputs(self, x: Tensor, moe: Moe) -> ExpertOutputs:
+        """Return the outputs of the experts that rows x [R, hidden] select.
+
+        The output of an expert, `linear` of `linear_act_mul`, is fp32.
+        """
+
+    def shared_expert(self, x: Tensor, moe: Moe) -> tuple[Tensor | None, Tensor | None]:
+        """Return the output of the shared expert [R, hidden] fp32 and the logit of its weight [R, 1] fp32."""
+        if moe.shared is None:
+            return None, None
+        inner = self.linear_act_mul(x, moe.shared.gate_up, moe.shared.activation)
+        output = self.linear(inner, moe.shared.down, torch.float32)
+        return output, None if moe.shared_gate is None else self.router_logits(x, moe.shared_gate)
+
+    @abstractmethod
+    def combine_experts(
+        self, found: ExpertOutputs, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the sums of all experts of each row, [R, hidden] of `dtype`; see `shared_expert`.
+
+        A sum starts with the best expert, adds weight times output by descending rank, then the shared
+        expert, in fp32, and is rounded once.
         """
 
     # Norms whose result is read by one weight. A backend may return the rows as its kernels for that weight

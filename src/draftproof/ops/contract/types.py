@@ -79,8 +79,9 @@ class Attention:
     q_norm: Tensor | None = None  # [dim]
     k_norm: Tensor | None = None  # [dim]
     # Norms of q and k over all heads together, before rope; both or none, and not beside norms of a head.
-    q_row_norm: Tensor | None = None  # [num_q * dim]
-    k_row_norm: Tensor | None = None  # [num_kv * dim]
+    # A tensor, or what `ops/parallel` makes of it where the heads are cut between ranks.
+    q_row_norm: Any = None  # [num_q * dim]
+    k_row_norm: Any = None  # [num_kv * dim]
     sinks: Tensor | None = None  # [num_q] fp32: logit of each head that takes part in the softmax, no value
 
 
@@ -147,8 +148,20 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """Experts of a mixture that this rank has: `count` ids from `first` on."""
+
+    first: int
+    count: int
+    owners: Tensor  # [E] int64: rank of each expert
+
+
+@dataclass(frozen=True, slots=True)
 class Moe:
-    """Mixture of experts, each a gated MLP, with weights packed by the backend."""
+    """Mixture of experts, each a gated MLP, with weights packed by the backend.
+
+    With a `part`, `gate_up` and `down` hold the experts of this rank alone.
+    """
 
     routing: Routing
     router: Any  # [E, hidden], packed by `pack_router`
@@ -158,6 +171,17 @@ class Moe:
     shared: Mlp | None = None  # applied to every token
     shared_gate: Any = None  # [1, hidden], packed as a router; its sigmoid scales the shared expert
     activation: str = "silu"  # of the experts, one of ACTIVATIONS
+    part: ExpertPart | None = None  # None: all experts are here
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOutputs:
+    """Outputs of the experts that rows selected; those of experts that another rank has are undefined."""
+
+    values: Tensor  # [R * top_k, hidden] fp32
+    experts: Tensor  # [R, top_k] integers, best first
+    weights: Tensor  # [R, top_k] fp32
+    places: Tensor | None = None  # [R, top_k] int64: line of `values` of each; None: by row, then rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.contract.types import Attention, AttentionShape, Moe, PackedState, QuantizedTable
+from draftproof.ops.contract.types import (
+    Attention,
+    AttentionShape,
+    ExpertOutputs,
+    Moe,
+    PackedState,
+    QuantizedTable,
+)
 from draftproof.ops.cpu import elementwise
 from draftproof.ops.cpu.argument_checks import check_cache, check_ints, check_rows, check_tensor, is_bf16
 from draftproof.ops.cpu.attention import driver
@@ -199,21 +206,18 @@ class CpuForward(CpuLatent):
         self._run.call(kernel, qkv.shape[0], [out], [qkv], constants, small=small)
         return out
 
-    def moe(self, x: Tensor, moe: Moe) -> Tensor:
+    def expert_outputs(self, x: Tensor, moe: Moe) -> ExpertOutputs:
         x = check_tensor("x", x, 2, moe.gate_up[0].depth, moe.gate_up[0].dtype)
-        if not len(x):
-            return x.clone()
         experts, weights = mixture.select_experts(self._run, self.router_logits(x, moe.router), moe)
-        sorted_rows = mixture.SortedRows(self._run, experts, moe.routing.num_experts)
+        sorted_rows = mixture.SortedRows(self._run, experts, moe.routing.num_experts, moe.part)
         gate_up = sorted_rows.linear(sorted_rows.gather(x), moe.gate_up, x.dtype)
         outputs = sorted_rows.linear(sorted_rows.act_mul(gate_up, moe.activation), moe.down, torch.float32)
-        shared = gate = None
-        if moe.shared is not None:
-            inner = self.linear_act_mul(x, moe.shared.gate_up, moe.shared.activation)
-            shared = self.linear(inner, moe.shared.down, torch.float32)
-        if moe.shared_gate is not None:
-            gate = self.router_logits(x, moe.shared_gate)
-        return mixture.combine(self._run, x.dtype, outputs, sorted_rows.places, weights, shared, gate)
+        return ExpertOutputs(outputs.view(experts.numel(), -1), experts, weights, sorted_rows.places)
+
+    def combine_experts(
+        self, found: ExpertOutputs, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        return mixture.combine(self._run, dtype, found, shared, gate)
 
     def router_logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
         if x.dtype == torch.float32:

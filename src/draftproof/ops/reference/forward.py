@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.types import Attention, AttentionShape, Moe, QuantizedTable
+from draftproof.ops.contract.types import Attention, AttentionShape, ExpertOutputs, Moe, QuantizedTable
 from draftproof.ops.reference import moe as mixture
 from draftproof.ops.reference import quantized
 from draftproof.ops.reference.activations import GATED
@@ -76,9 +76,13 @@ class ReferenceForward(ReferenceLatent):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return (x.double() * float(torch.tensor(factor, dtype=torch.float32))).to(x.dtype)
 
-    def moe(self, x: Tensor, moe: Moe) -> Tensor:
-        rows = [mixture.moe_row(self, row[None], moe) for row in x]
-        return torch.cat(rows) if rows else x.clone()
+    def expert_outputs(self, x: Tensor, moe: Moe) -> ExpertOutputs:
+        return mixture.expert_outputs(self, x, moe)
+
+    def combine_experts(
+        self, found: ExpertOutputs, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        return mixture.combine_experts(found, shared, gate, dtype)
 
     def rope_store(
         self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float

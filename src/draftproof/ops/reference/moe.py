@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import Moe, Routing
+from draftproof.ops.contract.types import ExpertOutputs, Moe, Routing
 
 MIN_WEIGHT_SUM = 1e-20  # divisor of the weights if all scores of a token are 0
 
@@ -50,17 +50,32 @@ def _best(scores: list[float], among: list[int] | range, count: int) -> list[int
     return sorted(among, key=lambda index: (-scores[index], index))[:count]
 
 
-def moe_row(ops: ForwardOps, x: Tensor, moe: Moe) -> Tensor:
-    """Apply a mixture of experts to one row x [1, hidden]."""
-    experts, weights = route(ops.router_logits(x, moe.router)[0], moe.routing, moe.correction)
-    total = torch.zeros((1, x.shape[1]))
-    for expert, weight in zip(experts, weights, strict=True):
-        inner = ops.linear_act_mul(x, moe.gate_up[expert], moe.activation)
-        total = total + weight * ops.linear(inner, moe.down[expert], torch.float32)
-    if moe.shared is not None:
-        inner = ops.linear_act_mul(x, moe.shared.gate_up, moe.shared.activation)
-        shared = ops.linear(inner, moe.shared.down, torch.float32)
-        if moe.shared_gate is not None:
-            shared = shared * (1 / (1 + torch.exp(-ops.router_logits(x, moe.shared_gate).double()))).float()
-        total = total + shared
-    return total.to(x.dtype)
+def expert_outputs(ops: ForwardOps, x: Tensor, moe: Moe) -> ExpertOutputs:
+    """Multiply each row of x [R, hidden] by the weights of its experts."""
+    first, count = (0, moe.routing.num_experts) if moe.part is None else (moe.part.first, moe.part.count)
+    chosen, weights = zip(
+        *(route(logits, moe.routing, moe.correction) for logits in ops.router_logits(x, moe.router)),
+        strict=True,
+    )
+    values = torch.zeros((len(x), moe.routing.top_k, x.shape[1]))
+    for r, experts in enumerate(chosen):
+        for rank, expert in enumerate(experts):
+            if first <= expert < first + count:
+                inner = ops.linear_act_mul(x[r : r + 1], moe.gate_up[expert - first], moe.activation)
+                values[r, rank] = ops.linear(inner, moe.down[expert - first], torch.float32)[0]
+    return ExpertOutputs(values.flatten(0, 1), torch.tensor(chosen), torch.stack(weights))
+
+
+def combine_experts(
+    found: ExpertOutputs, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Add the experts of each row by rank, then the shared expert: [R, hidden]."""
+    num_rows, top_k = found.weights.shape
+    totals = torch.zeros((num_rows, found.values.shape[1]))
+    for r in range(num_rows):
+        for rank in range(top_k):
+            totals[r] = totals[r] + found.weights[r, rank] * found.values[r * top_k + rank]
+        if shared is not None:
+            scale = torch.ones(()) if gate is None else (1 / (1 + torch.exp(-gate[r, 0].double()))).float()
+            totals[r] = totals[r] + (shared[r] if gate is None else shared[r] * scale)
+    return totals.to(dtype)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.types import Attention, AttentionShape, Moe, QuantizedTable
+from draftproof.ops.contract.types import Attention, AttentionShape, ExpertOutputs, Moe, QuantizedTable
 from draftproof.ops.reference import quantized as reference
 from draftproof.ops.reference.activations import GATED
 from draftproof.ops.reference.quantized import QuantizedLinear
@@ -29,6 +29,7 @@ _GATED = GATED | {"silu": lambda gate, up: torch.nn.functional.silu(gate) * up}
 class TorchForward(TorchLatent):
     """Forward ops on torch tensors of any device."""
 
+    has_independent_columns: ClassVar[bool] = False  # a BLAS selects its kernel by the shape
     weight_formats: ClassVar[frozenset[str]] = frozenset(quantized.PRODUCTS)
     table_formats: ClassVar[frozenset[str]] = frozenset({"blocks"})
 
@@ -93,8 +94,13 @@ class TorchForward(TorchLatent):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return (x.float() * factor).to(x.dtype)
 
-    def moe(self, x: Tensor, moe: Moe) -> Tensor:
-        return mixture.moe_forward(self, x, moe)
+    def expert_outputs(self, x: Tensor, moe: Moe) -> ExpertOutputs:
+        return mixture.expert_outputs(self, x, moe)
+
+    def combine_experts(
+        self, found: ExpertOutputs, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        return mixture.combine_experts(found, shared, gate, dtype)
 
     def rope_store(
         self, qkv: Tensor, rows: Rows, attention: Attention, rope: Tensor, cache: Tensor, eps: float

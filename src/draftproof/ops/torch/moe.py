@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import Moe, Routing
+from draftproof.ops.contract.types import ExpertOutputs, Moe, Routing
 from draftproof.ops.reference.moe import MIN_WEIGHT_SUM
 from draftproof.ops.torch.row_map import map_rows
 
@@ -46,22 +46,31 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def moe_forward(ops: ForwardOps, x: Tensor, moe: Moe) -> Tensor:
-    """Apply a mixture of experts to rows x [R, hidden]; each expert multiplies the rows that selected it."""
+def expert_outputs(ops: ForwardOps, x: Tensor, moe: Moe) -> ExpertOutputs:
+    """Multiply the rows of x [R, hidden] that selected an expert by its weights, expert by expert."""
     experts, weights = route(ops.router_logits(x, moe.router), moe.routing, moe.correction)
     outputs = x.new_zeros((*experts.shape, x.shape[1]), dtype=torch.float32)  # [R, top_k, hidden]
+    first, count = (0, moe.routing.num_experts) if moe.part is None else (moe.part.first, moe.part.count)
     for expert in experts.unique().tolist():
+        if not first <= expert < first + count:
+            continue
         rows, ranks = (experts == expert).nonzero(as_tuple=True)
-        inner = ops.linear_act_mul(x[rows], moe.gate_up[expert], moe.activation)
-        outputs[rows, ranks] = ops.linear(inner, moe.down[expert], torch.float32)
-    total = x.new_zeros(x.shape, dtype=torch.float32)
-    for rank in range(experts.shape[1]):
-        total = total + weights[:, rank, None] * outputs[:, rank]
-    if moe.shared is not None:
-        inner = ops.linear_act_mul(x, moe.shared.gate_up, moe.shared.activation)
-        shared = ops.linear(inner, moe.shared.down, torch.float32)
-        if moe.shared_gate is not None:
-            gate = ops.router_logits(x, moe.shared_gate)  # [R, 1]
+        inner = ops.linear_act_mul(x[rows], moe.gate_up[expert - first], moe.activation)
+        outputs[rows, ranks] = ops.linear(inner, moe.down[expert - first], torch.float32)
+    return ExpertOutputs(outputs.flatten(0, 1), experts, weights)
+
+
+def combine_experts(
+    found: ExpertOutputs, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the sums of all experts of each row, [R, hidden]; see `ForwardOps.combine_experts`."""
+    num_rows, top_k = found.weights.shape
+    outputs = found.values.view(num_rows, top_k, -1)
+    total = torch.zeros_like(outputs[:, 0])
+    for rank in range(top_k):
+        total = total + found.weights[:, rank, None] * outputs[:, rank]
+    if shared is not None:
+        if gate is not None:
             shared = shared * map_rows(torch.sigmoid, gate).view_as(gate)
         total = total + shared
-    return total.to(x.dtype)
+    return total.to(dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.contract.types import Moe
+from draftproof.ops.contract.types import ExpertOutputs, ExpertPart, Moe
 from draftproof.ops.cpu import elementwise
 from draftproof.ops.cpu.argument_checks import is_bf16
 from draftproof.ops.cpu.executor import Executor
@@ -21,10 +21,16 @@ from draftproof.ops.cpu.moe import kernels
 class SortedRows:
     """Rows sorted by expert, and the calls that run a kernel for each expert over its rows."""
 
-    def __init__(self, run: Executor, experts: Tensor, num_experts: int) -> None:
-        """Sort the rows that selected `experts` [R, k] int64."""
+    def __init__(
+        self, run: Executor, experts: Tensor, num_experts: int, part: ExpertPart | None = None
+    ) -> None:
+        """Sort the rows that selected `experts` [R, k] int64; those without an expert of `part` are last."""
         self._run, self.num_experts = run, num_experts
         self.count, self.top_k = experts.shape
+        if part is not None:
+            local = experts - part.first
+            experts = torch.where((local >= 0) & (local < part.count), local, part.count)
+            self.num_experts, num_experts = part.count, part.count + 1
         self.offsets = run.new((self.count, -(-(num_experts + 1) // self.count)), torch.int64)  # [E + 1]
         self.sources = run.new((self.count, self.top_k), torch.int64)  # [R k]
         self.places = run.new((self.count, self.top_k), torch.int64)
@@ -111,15 +117,14 @@ def select_experts(run: Executor, logits: Tensor, moe: Moe) -> tuple[Tensor, Ten
 def combine(
     run: Executor,
     dtype: torch.dtype,
-    outputs: Tensor,  # sorted rows [R, k hidden] fp32
-    places: Tensor,  # [R, k] int64
-    weights: Tensor,  # [R, k] fp32
+    found: ExpertOutputs,
     shared: Tensor | None,  # [R, hidden] fp32
     gate: Tensor | None,  # [R, 1] fp32
 ) -> Tensor:
     """Return the weighted sum of each row's experts and the shared expert, [R, hidden]."""
-    rows, top_k = places.shape
-    width = outputs.shape[1] // top_k
+    (rows, top_k), width = found.weights.shape, found.values.shape[1]
+    places = torch.arange(rows * top_k).view(rows, top_k) if found.places is None else found.places
+    outputs, weights = found.values.view(rows, top_k * width), found.weights
     out = run.new((rows, width), dtype)
     optional = [tensor for tensor in (shared, gate) if tensor is not None]
     kernel = kernels.make_combine(is_bf16(dtype), shared is not None, gate is not None)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftproof.ops.contract.types import ExpertPart
 from draftproof.ops.triton.elementwise import act_gate
 from draftproof.ops.triton.gemm.dense import dot_rows
 from draftproof.ops.triton.gemm.tiles import Tile
@@ -46,10 +47,12 @@ def expert_linear_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr,
     HAS_LIST: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Multiply pairs by the weights of their experts, w [E * N, K] -> out [R * TOP_K, N].
 
-    GATE_UP: x [R, K], w [E * 2 N, K], gated activation after it. Else: x [R * TOP_K, K].
+    GATE_UP: x [R, K], w [E * 2 N, K], gated activation after it. Else: x [R * TOP_K, K]. LAST > 0: w holds
+    the experts FIRST..LAST alone, and the pairs of others are not written.
     """
     pdl_sync(PDL)
     grid_n = tl.cdiv(N, BN)
@@ -58,6 +61,10 @@ def expert_linear_kernel(
         if item >= tl.load(items):
             return
     expert, pair, exists = pairs_of_item(item, experts, order, counts, items, R, BM, HAS_LIST)
+    if LAST > 0:
+        if (expert < FIRST) | (expert >= LAST):
+            return
+        expert = expert - FIRST
     rm = pair // TOP_K if GATE_UP else pair
     rn = tile_n * BN + tl.arange(0, BN)
     if GATE_UP:
@@ -100,9 +107,12 @@ def expert_linear_kernel(
 
 def expert_linear(
     x: Tensor | QuantizedRows, packed: PackedLinear, found: Assignment, num_experts: int,
-    activation: str | None, dtype: torch.dtype, pdl: bool, tile: Tile,
+    activation: str | None, dtype: torch.dtype, pdl: bool, tile: Tile, part: ExpertPart | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the products of all pairs, [R * top_k, N] of `dtype`; `activation`: of a gate and up GEMM."""
+    """Return the products of all pairs, [R * top_k, N] of `dtype`; `activation`: of a gate and up GEMM.
+
+    `packed` has `num_experts` experts; with a `part` they are that part, and other pairs are undefined.
+    """
     is_gate_up = activation is not None
     rows, top_k = found.experts.shape
     values, scales = (x, packed.scales) if isinstance(x, Tensor) else (x.values, x.scales)
@@ -117,6 +127,7 @@ def expert_linear(
         packed.depth, packed.columns, BM=tile.bm, BN=tile.bn, BK=tile.bk, TOP_K=top_k, GATE_UP=is_gate_up,
         HAS_LIST=found.items is not None, HAS_BIAS=packed.bias is not None, ACTIVATION=activation or "",
         FORMAT=packed.format or "", BLOCK_ROWS=packed.block_rows, EVEN_K=packed.depth % tile.bk == 0,
+        FIRST=0 if part is None else part.first, LAST=0 if part is None else part.first + part.count,
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),
     )  # fmt: skip
     return out

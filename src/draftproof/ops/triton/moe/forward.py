@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.forward import ForwardOps
-from draftproof.ops.contract.types import Moe
+from draftproof.ops.contract.types import ExpertOutputs, Moe
 from draftproof.ops.triton import kernel_utils
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import LaunchContext
@@ -31,12 +31,14 @@ class TritonMoe(ForwardOps):
         router = packed.in_dtype(x.dtype)
         return self.linear(x.to(router.weight.dtype), router, torch.float32)
 
-    def moe(self, x: Tensor, moe: Moe) -> Tensor:
-        x = kernel_utils.matrix("x", x)
-        if not len(x):
-            return x.clone()
-        outputs, weights = self.mixture.expert_outputs(x, moe)
-        return combine(outputs, weights, *self._shared_expert(x, moe), x.dtype, self._launch.early(x))
+    def expert_outputs(self, x: Tensor, moe: Moe) -> ExpertOutputs:
+        return self.mixture.expert_outputs(kernel_utils.matrix("x", x), moe)
+
+    def combine_experts(
+        self, found: ExpertOutputs, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        early = self._launch.early(found.values)
+        return combine(found.values, found.weights, shared, gate, dtype, early)
 
     def moe_add_rms_norm(
         self, x: Tensor, moe: Moe, residual: Tensor, weight: Tensor, eps: float,
@@ -49,14 +51,6 @@ class TritonMoe(ForwardOps):
         weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
         if len(residual) != len(x):
             raise ConfigError(f"x has {len(x)} rows, residual {len(residual)}")
-        outputs, shares = self.mixture.expert_outputs(x, moe)
-        shared, gate = self._shared_expert(x, moe)
-        return combine_add_norm(outputs, shares, shared, gate, residual, weight, eps, self._launch.early(x))
-
-    def _shared_expert(self, x: Tensor, moe: Moe) -> tuple[Tensor | None, Tensor | None]:
-        """Return the output of the shared expert [R, hidden] fp32 and the logit of its weight [R, 1]."""
-        if moe.shared is None:
-            return None, None
-        inner = self.linear_act_mul(x, moe.shared.gate_up, moe.shared.activation)
-        output = self.linear(inner, moe.shared.down, torch.float32)
-        return output, None if moe.shared_gate is None else self.router_logits(x, moe.shared_gate)
+        found, early = self.expert_outputs(x, moe), self._launch.early(x)
+        shared, gate = self.shared_expert(x, moe)
+        return combine_add_norm(found.values, found.weights, shared, gate, residual, weight, eps, early)

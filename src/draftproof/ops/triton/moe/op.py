@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.contract.types import Moe
+from draftproof.ops.contract.types import ExpertOutputs, ExpertPart, Moe, Routing
 from draftproof.ops.triton.gemm.tiles import TileTable
 from draftproof.ops.triton.gemm.weight import PackedLinear, pack
 from draftproof.ops.triton.kernel_utils import LaunchContext
@@ -49,26 +49,33 @@ class MixtureOfExperts:
         self._launch, self._tiles = launch, tiles
         self.few_rows = FEW_ROWS
 
-    def expert_outputs(self, x: Tensor, moe: Moe) -> tuple[Tensor, Tensor]:
-        """Return the outputs [R * top_k, hidden] fp32 of the experts of x, and their weights [R, top_k]."""
-        routing, gate_up, down = moe.routing, moe.gate_up, moe.down
-        _check(x, moe)
+    def expert_outputs(self, x: Tensor, moe: Moe) -> ExpertOutputs:
+        """Return the outputs of the experts of rows x [R, hidden]."""
+        routing, gate_up, down, part = moe.routing, moe.gate_up, moe.down, moe.part
+        own = routing if part is None else _own_routing(routing, part)
+        _check(x, moe, own.num_experts)
         rows, pdl = len(x), self._launch.early(x)
         router = moe.router.in_dtype(x.dtype)
-        tile = select_tile(self._tiles, rows, gate_up, routing, is_gate_up=True)
+        tile = select_tile(self._tiles, rows, gate_up, own, is_gate_up=True)
         tile_rows = 0 if rows <= self.few_rows else tile.bm
         routed_x = x if router.weight.dtype == x.dtype else x.float()
         found = route(routed_x, router, routing, moe.correction, moe.router.counters, tile_rows, pdl)
-        count, inputs = routing.num_experts, prepare_rows(x, gate_up, pdl)
-        inner = expert_linear(inputs, gate_up, found, count, moe.activation, x.dtype, pdl, tile)
-        tile = select_tile(self._tiles, rows, down, routing, is_gate_up=False)
+        count, inputs = own.num_experts, prepare_rows(x, gate_up, pdl)
+        inner = expert_linear(inputs, gate_up, found, count, moe.activation, x.dtype, pdl, tile, part)
+        tile = select_tile(self._tiles, rows, down, own, is_gate_up=False)
         inputs = prepare_rows(inner, down, pdl)
-        return expert_linear(inputs, down, found, count, None, torch.float32, pdl, tile), found.weights
+        values = expert_linear(inputs, down, found, count, None, torch.float32, pdl, tile, part)
+        return ExpertOutputs(values, found.experts, found.weights)
 
 
-def _check(x: Tensor, moe: Moe) -> None:
-    """Raise ConfigError unless the kernels can multiply rows x by the weights of `moe`."""
-    count = moe.routing.num_experts
+def _own_routing(routing: Routing, part: ExpertPart) -> Routing:
+    """Return a routing over the experts of a part with as many pairs for each, which tiles are chosen by."""
+    top_k = max(1, routing.top_k * part.count // routing.num_experts)
+    return replace(routing, num_experts=part.count, top_k=top_k)
+
+
+def _check(x: Tensor, moe: Moe, count: int) -> None:
+    """Raise ConfigError unless the kernels can multiply rows x by the weights of `count` experts."""
     for name, packed in (("gate_up", moe.gate_up), ("down", moe.down)):
         if not isinstance(packed, PackedLinear) or packed.kind_name not in KINDS:
             found = packed.kind_name if isinstance(packed, PackedLinear) else type(packed).__name__
