@@ -289,6 +289,19 @@ def test_router_prefers_the_longest_recorded_prefix() -> None:
     assert record.longest_match([b"1", b"2"], both) == {"y"}
 
 
+def test_replicas_publish_kv_events_at_their_own_ports() -> None:
+    """Replicas with one configured endpoint get different ports; one that is in use is skipped."""
+    from draftproof.ray.event_endpoints import with_endpoints_of_replica
+
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        engine = {"kv_events_config": {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port - 1}"}}
+        made = [with_endpoints_of_replica(engine, rank)["kv_events_config"]["endpoint"] for rank in range(3)]
+    assert made[1:] == [f"tcp://*:{port + 1}"] * 2
+    assert made[0] != f"tcp://*:{port}"
+    assert with_endpoints_of_replica({"kv_events_config": None}, 1) == {"kv_events_config": None}
+
+
 def test_examples_are_valid() -> None:
     import yaml
     from ray.serve.schema import ServeDeploySchema
