@@ -1,6 +1,6 @@
 """Scores of generated answers against the logprobs of generation; the last line of stdout is JSON.
 
-    python bench/scores.py [--model FOLDER] [--answers 1000] [--tokens 24] [--batches 1,7,64] [--backend auto]
+    python bench/scores.py [--model FOLDER] [--answers 1000] [--tokens 24] [--batches 64,7,1] [--backend auto]
 
 Answers are generated with and without n-gram drafts. Each engine then scores all of them, at every batch
 size, and logprobs are compared bit for bit.
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--answers", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=24)
-    parser.add_argument("--batches", default="1,7,64")
+    parser.add_argument("--batches", default="64,7,1")
     parser.add_argument("--backend", default="auto")
     options = parser.parse_args()
     batches = [int(size) for size in options.batches.split(",")]
