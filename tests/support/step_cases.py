@@ -415,6 +415,16 @@ def logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         torch.testing.assert_close(got.values[sound], want.values[sound], **close)
         plain = ComposedSampling.logprobs(ops.sampling, *given, top)
         same(got.values[sound], plain.values[sound], f"values, top {top}")
+    named = step.ints(-1, size.vocab - 1, count, 1 + seed % 3)
+    names = named.to(ops.device), (named >= 0) & sound[:, None]
+    got = ops.sampling.logprobs(*given, top, None, names[0])
+    want = ref.sampling.logprobs(*(x.to(ref.device) for x in (logits, rows, tokens)), top, None, named)
+    same(got.values[sound], plain.values[sound], "values beside named ids")
+    same(got.named.ranks[names[1]], want.named.ranks[names[1]], "ranks of named ids")
+    for m in range(named.shape[1]):  # the bits are those of the id as a token
+        alone = ops.sampling.logprobs(*given[:2], named[:, m].clamp(min=0).to(ops.device), 0)
+        here = names[1][:, m]
+        same(got.named.values[here, m], alone.values[here, 0], "values of named ids")
 
 
 @check

@@ -106,9 +106,16 @@ class SamplingOps(ABC):
 
     @abstractmethod
     def logprobs(
-        self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs | None = None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        tokens: Tensor,
+        top: int,
+        out: TokenLogprobs | None = None,
+        named: Tensor | None = None,
     ) -> TokenLogprobs:
         """Return logit - logsumexp of tokens [N] at logits rows [N] (-1: padding) and of the `top` best.
 
-        The result is written to the tensors of `out`, if given.
+        With `named` [N, M] int64 (-1: no id) also those and the ranks of these ids. The result is written to
+        the tensors of `out`, if given, which then has `named` where the argument is given.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ class Layout:
     at: Tensor  # [L] int64: forward row of each logits row; 0 for padding
 
 
+class NamedLogprobs(NamedTuple):
+    """Logprobs and ranks of M ids at N rows; undefined for padding and for an id of -1."""
+
+    values: Tensor  # [N, M] fp32
+    ranks: Tensor  # [N, M] int64
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Logprobs at N rows; undefined for padding."""
@@ -40,12 +47,24 @@ class TokenLogprobs:
     values: Tensor  # [N, 1 + top] fp32: of the token, then of the best
     ids: Tensor  # [N, top] int64: the best, in the order (value down, id up)
     ranks: Tensor  # [N] int64: rank of the token
+    named: NamedLogprobs | None = None  # of ids that a request names
 
     def put(self, found: TokenLogprobs) -> TokenLogprobs:
         """Copy `found` into these tensors."""
-        for mine, theirs in ((self.values, found.values), (self.ids, found.ids), (self.ranks, found.ranks)):
+        for mine, theirs in zip(self.tensors, found.tensors, strict=True):
             mine.copy_(theirs)
         return self
+
+    def put_rows(self, rows: Tensor, found: TokenLogprobs) -> TokenLogprobs:
+        """Copy `found` into these rows [n] of the tensors."""
+        for mine, theirs in zip(self.tensors, found.tensors, strict=True):
+            mine.index_copy_(0, rows, theirs)
+        return self
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all tensors."""
+        return self.values, self.ids, self.ranks, *(self.named or ())
 
 
 # Gated activations of `ForwardOps.act_mul`, see `ops/reference/activations.py`.

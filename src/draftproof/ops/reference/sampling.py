@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.sampling import STREAM_SAMPLE, SamplingOps
-from draftproof.ops.contract.types import TokenLogprobs
+from draftproof.ops.contract.types import NamedLogprobs, TokenLogprobs
 from draftproof.types import FinishStatus, LogitAdjust, Windows
 
 _MASK = 0xFFFFFFFF
@@ -146,11 +146,19 @@ class ReferenceSampling(SamplingOps):
         return tokens, bad
 
     def logprobs(
-        self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs | None = None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        tokens: Tensor,
+        top: int,
+        out: TokenLogprobs | None = None,
+        named: Tensor | None = None,
     ) -> TokenLogprobs:
         values = torch.zeros((len(rows), 1 + top))
         ids = torch.zeros((len(rows), top), dtype=torch.int64)
         ranks = torch.zeros(len(rows), dtype=torch.int64)
+        wanted = torch.zeros((len(rows), 0), dtype=torch.int64) if named is None else named
+        of_named = NamedLogprobs(torch.zeros(wanted.shape), torch.zeros_like(wanted))
         for n, (r, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             if r < 0:
                 continue
@@ -161,7 +169,11 @@ class ReferenceSampling(SamplingOps):
             if top:
                 best, ids[n] = (x[0] for x in self.top(row, top))
                 values[n, 1:] = best - norm
-        found = TokenLogprobs(values, ids, ranks)
+            for m, token_id in enumerate(wanted[n].tolist()):
+                if token_id >= 0:
+                    of_named.values[n, m] = row[0, token_id] - norm
+                    of_named.ranks[n, m] = self.rank(row, torch.tensor([token_id]))[0]
+        found = TokenLogprobs(values, ids, ranks, None if named is None else of_named)
         return found if out is None else out.put(found)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.sampling import STREAM_SAMPLE, SamplingOps
-from draftproof.ops.contract.types import TokenLogprobs
+from draftproof.ops.contract.types import NamedLogprobs, TokenLogprobs
 from draftproof.ops.torch.row_map import map_rows
 from draftproof.types import FinishStatus, LogitAdjust, Windows
 
@@ -68,14 +68,26 @@ class ComposedSampling(SamplingOps):
         return torch.where(real & (bad == 0), tokens, 0), bad
 
     def logprobs(
-        self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs | None = None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        tokens: Tensor,
+        top: int,
+        out: TokenLogprobs | None = None,
+        named: Tensor | None = None,
     ) -> TokenLogprobs:
         picked = logits[rows.clamp(min=0)]
         norm = self.logsumexp(picked)[:, None]
         own = picked.gather(1, tokens[:, None])
         values, ids = self.top(picked, top) if top else (own[:, :0], tokens[:, None][:, :0])
-        found = TokenLogprobs(torch.cat([own, values], 1) - norm, ids, self.rank(picked, tokens))
+        of_named = None if named is None else self._named(picked, norm, named.clamp(min=0))
+        found = TokenLogprobs(torch.cat([own, values], 1) - norm, ids, self.rank(picked, tokens), of_named)
         return found if out is None else out.put(found)
+
+    def _named(self, picked: Tensor, norm: Tensor, named: Tensor) -> NamedLogprobs:
+        """Return the logprobs of ids [N, M] at rows [N, V] with logsumexp [N, 1]."""
+        ranks = [self.rank(picked, column.contiguous()) for column in named.unbind(1)]
+        return NamedLogprobs(picked.gather(1, named) - norm, torch.stack(ranks, 1))
 
 
 class TorchSampling(ComposedSampling):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from draftproof.numba_jit import native
 from draftproof.ops.contract.sampling import STREAM_SAMPLE
+from draftproof.ops.contract.types import TokenLogprobs
 from draftproof.ops.cpu.argument_checks import check_doubles, check_ints, check_logits
 from draftproof.ops.cpu.executor import Executor
 from draftproof.ops.cpu.sampling import kernels
@@ -69,6 +70,24 @@ class CpuSampling(ComposedSampling):
             scratch = kernels.scratch_bytes(vocab)
             self._run.call(kernels.top, rows, [values, ids], [logits], [vocab, k], scratch, rows == 1)
         return values, ids
+
+    def logprobs(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        tokens: Tensor,
+        top: int,
+        out: TokenLogprobs | None = None,
+        named: Tensor | None = None,
+    ) -> TokenLogprobs:
+        real = (rows >= 0).nonzero()[:, 0]
+        if out is None or len(real) == len(rows):
+            return super().logprobs(logits, rows, tokens, top, out, named)
+        if not len(real):
+            return out
+        # a batch in which few requests have logprobs is mostly padding
+        of_real = None if named is None else named[real]
+        return out.put_rows(real, super().logprobs(logits, rows[real], tokens[real], top, None, of_real))
 
     def truncate(self, scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         scaled, rows, vocab = check_logits(scaled)

@@ -1,8 +1,8 @@
-"""Logprobs of the committed tokens and of the top k: one pass over the rows, then one program per row.
+"""Logprobs of tokens, of the top k and of named ids: one pass over the rows, then one program per row.
 
 The pass finds in each chunk the maximum and sum for the logsumexp, the number of ids that sort before the
-token, and the best key of each group. The chunks are combined as in `logsumexp`, `rank` and `top`, with the
-same bits.
+token and before each named id, and the best key of each group. The chunks are combined as in `logsumexp`,
+`rank` and `top`, with the same bits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ FINISH_WARPS = 16  # of `logprob_finish_kernel`; with four, both kernels took 33
 
 @triton.jit
 def logprob_scan_kernel(
-    logits, rows, tokens, maxima, sums, counts, keys, N, V, chunks, groups, stride,
-    TOP: tl.constexpr, PER_PROGRAM: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    logits, rows, tokens, named, maxima, sums, counts, named_counts, keys, N, V, chunks, groups, stride,
+    TOP: tl.constexpr, NAMED: tl.constexpr, PER_PROGRAM: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store maxima, sums, counts [N, chunks] and keys [N, groups]; a program takes every stride-th row."""
+    """Store maxima, sums, counts [N, chunks], counts of NAMED ids [N, NAMED, chunks] and keys [N, groups].
+
+    A program takes every stride-th row.
+    """
     pdl_sync(PDL)
     program, chunk = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, PER_PROGRAM)
@@ -49,6 +53,13 @@ def logprob_scan_kernel(
             tl.store(maxima + n * chunks + chunk, top)
             tl.store(sums + n * chunks + chunk, total)
             tl.store(counts + n * chunks + chunk, count_before(x, ids, value, token))
+            for m in range(NAMED):
+                at = n * NAMED + m
+                named_id = tl.load(named + at)
+                if named_id >= 0:
+                    named_value = tl.load(logits + row * V + named_id)
+                    before = count_before(x, ids, named_value, named_id)
+                    tl.store(named_counts + at * chunks + chunk, before)
             if TOP:
                 group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
                 best = topk.group_keys(tl.reshape(x, (CHUNK // GROUP, GROUP)), group, V, GROUP)
@@ -57,11 +68,14 @@ def logprob_scan_kernel(
 
 @triton.jit
 def logprob_finish_kernel(
-    logits, rows, tokens, maxima, sums, counts, keys, values, ids, ranks, V, chunks, groups, k,
-    LEVELS: tl.constexpr, TOP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, rows, tokens, named, maxima, sums, counts, named_counts, keys,
+    values, ids, ranks, named_values, named_ranks, V, chunks, groups, k, m,
+    LEVELS: tl.constexpr, TOP: tl.constexpr, NAMED: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store values [N, 1 + k], ids [N, k] and ranks [N]; padding rows are not written.
+    """Store values [N, 1 + k], ids [N, k], ranks [N], and values and ranks [N, m] of the named ids.
+
+    Padding rows are not written, and nothing is written for a named id of -1.
 
     All independent loads precede the first store, because the compiler keeps a load behind earlier stores,
     and with few rows the kernel is bound by memory latency.
@@ -77,8 +91,19 @@ def logprob_finish_kernel(
         before = tl.load(counts + n * chunks + part, mask=part < chunks, other=0)
         if TOP:
             group_key = topk.load_group_keys(keys + n * groups, groups, BLOCK)
+        if NAMED:
+            index = tl.arange(0, NAMED)
+            at = n * m + index
+            named_id = tl.load(named + at, mask=index < m, other=-1)
+            named_ok = named_id >= 0
+            named_logit = tl.load(row_logits + named_id, mask=named_ok, other=float("nan"))
+            counts_at = named_counts + at[:, None] * chunks + part[None, :]
+            named_before = tl.load(counts_at, mask=named_ok[:, None] & (part < chunks)[None, :], other=0)
         norm = combine_logsumexp(maxima, sums, n, chunks, LEVELS)
         tl.store(values + n * (k + 1), logit - norm)
+        if NAMED:
+            tl.store(named_values + at, named_logit - norm, mask=named_ok)
+            tl.store(named_ranks + at, 1 + tl.sum(named_before, axis=1), mask=named_ok)
         tl.store(ranks + n, 1 + tl.sum(before, axis=0))
         if TOP:
             best = topk.top_ids(row_logits, keys + n * groups, group_key, V, groups, K, GROUP)
@@ -94,7 +119,15 @@ def is_supported(vocab: int, top: int) -> bool:
     return top <= topk.MAX_TWO_STAGE_K and triton.cdiv(vocab, topk.GROUP) <= topk.MAX_GROUPS
 
 
-def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs, pdl: bool) -> None:
+def logprobs(
+    logits: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    top: int,
+    out: TokenLogprobs,
+    named: Tensor | None,
+    pdl: bool,
+) -> None:
     """Launch both kernels, for sizes that `is_supported` accepts; the tensors of `out` are contiguous."""
     count, vocab, device = len(rows), logits.shape[1], logits.device
     chunks, groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, topk.GROUP)
@@ -102,15 +135,22 @@ def logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenL
     maxima, sums = torch.empty((2, count, chunks), dtype=torch.float32, device=device)
     counts = torch.empty((count, chunks), dtype=torch.int64, device=device)
     keys = torch.empty((count, groups if top else 0), dtype=torch.int64, device=device)
+    width_named = 0 if named is None else named.shape[1]
+    named_counts = torch.empty((count, width_named, chunks), dtype=torch.int64, device=device)
+    ids_named, of_named = (tokens, (out.values, out.ranks)) if named is None else (named, out.named)
+    assert of_named is not None
     stride = min(count, max(1, MAX_SCAN_PROGRAMS // chunks))
     logprob_scan_kernel[(stride, chunks)](
-        logits, rows, tokens, maxima, sums, counts, keys, count, vocab, chunks, groups, stride,
-        TOP=top > 0, PER_PROGRAM=next_power_of_two(triton.cdiv(count, stride)), CHUNK=CHUNK, GROUP=topk.GROUP,
+        logits, rows, tokens, ids_named, maxima, sums, counts, named_counts, keys, count, vocab, chunks,
+        groups, stride, TOP=top > 0, NAMED=width_named,
+        PER_PROGRAM=next_power_of_two(triton.cdiv(count, stride)), CHUNK=CHUNK, GROUP=topk.GROUP,
         **launch_options(pdl, num_warps=8, maxnreg=64),
     )  # fmt: skip
     logprob_finish_kernel[(count,)](
-        logits, rows, tokens, maxima, sums, counts, keys, out.values, out.ids, out.ranks, vocab, chunks,
-        groups, top, LEVELS=(chunks - 1).bit_length(), TOP=top > 0, K=width,
+        logits, rows, tokens, ids_named, maxima, sums, counts, named_counts, keys,
+        out.values, out.ids, out.ranks, *of_named, vocab, chunks, groups, top, width_named,
+        LEVELS=(chunks - 1).bit_length(), TOP=top > 0,
+        NAMED=next_power_of_two(width_named) if width_named else 0, K=width,
         BLOCK=max(width, next_power_of_two(groups)), GROUP=topk.GROUP,
         **launch_options(pdl, num_warps=FINISH_WARPS, enable_fp_fusion=False),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.contract.types import TokenLogprobs
+from draftproof.ops.contract.types import NamedLogprobs, TokenLogprobs
 from draftproof.ops.torch.sampling import ComposedSampling
 from draftproof.ops.triton.kernel_utils import FP32, INTS, LaunchContext, check_columns, matrix, vector
 from draftproof.ops.triton.sampling import kernels, logprobs, penalties, sample, topk
@@ -69,7 +69,13 @@ class TritonSampling(ComposedSampling):
         return sample.sample(logits, windows, scaled, self._launch.early(logits))
 
     def logprobs(
-        self, logits: Tensor, rows: Tensor, tokens: Tensor, top: int, out: TokenLogprobs | None = None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        tokens: Tensor,
+        top: int,
+        out: TokenLogprobs | None = None,
+        named: Tensor | None = None,
     ) -> TokenLogprobs:
         logits = matrix("logits", logits, None, FP32)
         rows = vector("rows", rows, None, INTS)
@@ -77,15 +83,26 @@ class TritonSampling(ComposedSampling):
         if not 0 <= top <= logits.shape[1]:
             raise ConfigError(f"top {top} of {logits.shape[1]}")
         if not len(rows) or not logprobs.is_supported(logits.shape[1], top):
-            return super().logprobs(logits, rows, tokens, top, out)
+            return super().logprobs(logits, rows, tokens, top, out, named)
+        if named is not None and (named.dtype != torch.int64 or len(named) != len(rows)):
+            raise ConfigError(f"named must be [{len(rows)}, M] int64, not {list(named.shape)} {named.dtype}")
         if out is None:
             ids, values = ((len(rows), top), torch.int64), ((len(rows), 1 + top), torch.float32)
-            out = TokenLogprobs(self._launch.empty(*values), self._launch.empty(*ids), torch.empty_like(rows))
+            of_named = None
+            if named is not None:
+                shape = tuple(named.shape)
+                of_named = NamedLogprobs(self._launch.empty(shape, torch.float32), torch.empty_like(named))
+            ranks = torch.empty_like(rows)
+            out = TokenLogprobs(self._launch.empty(*values), self._launch.empty(*ids), ranks, of_named)
         check_columns("ranks", (out.ranks,), len(rows))
         check_columns("ids", (out.ids.view(-1),), len(rows) * top)
         if out.values.shape != (len(rows), 1 + top) or not out.values.is_contiguous():
             raise ConfigError(f"values must be [{len(rows)}, {1 + top}], not {list(out.values.shape)}")
-        logprobs.logprobs(logits, rows, tokens, top, out, self._launch.early(rows))
+        if named is not None:
+            if out.named is None or any(x.shape != named.shape or not x.is_contiguous() for x in out.named):
+                raise ConfigError(f"the named values and ranks must be {list(named.shape)} and contiguous")
+            named = named.contiguous()
+        logprobs.logprobs(logits, rows, tokens, top, out, named, self._launch.early(rows))
         return out
 
 
