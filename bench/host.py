@@ -130,7 +130,7 @@ class Instant:
         table[:n, TOKENS] = 7
         self.length[slots] += planned.samples
         table[:n, ENDED] = np.where(self.length[slots] >= self.limit[slots], FinishStatus.LENGTH, 0)
-        return StepTensors(None, None, None, parts.complete()), None  # type: ignore[arg-type]
+        return StepTensors(None, None, None, None, parts.complete()), None  # type: ignore[arg-type]
 
 
 def build(batch: int, **options: Any) -> LLM:

@@ -75,7 +75,7 @@ class FakeDevice:
         self._planned = planned
         return self._run(planned, *rest)
 
-    def _graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
+    def _graph(self, function: Callable[[], Any], pool: int = 0) -> Callable[[], Any]:
         """Return a replay whose result follows from the key under which `DeviceStep` keeps it."""
         device = self.device
 
@@ -111,7 +111,7 @@ class FakeDevice:
         packed = self._pack(rows, features)
         packed.data[: table.nbytes].copy_(torch.from_numpy(table).view(-1).view(torch.uint8))
         none: Any = None
-        return StepTensors(none, none, none, packed)
+        return StepTensors(none, none, none, none, packed)
 
     def _verified(self, planned: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the drafts [B] and how many of them are accepted [B]."""

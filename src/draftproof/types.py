@@ -86,7 +86,9 @@ class SlotColumns:
     min_length: Tensor  # [S] int64: no end token is sampled below this length
     max_length: Tensor  # [S] int64: the request finishes at this length
     adjust: Tensor  # [S] int64: `LogitAdjust` flags
-    logprob_kind: Tensor  # [S] int64: a `LogprobKind`
+    logprob_kind: Tensor  # [S] int64: a `LogprobKind`, of the committed tokens
+    draft_kind: Tensor  # [S] int64: a `LogprobKind`, of the target at all drafts
+    named_ids: Tensor  # [S, MAX_NAMED_IDS] int64: ids with logprobs at every committed token; -1: none
     strategy: Tensor  # [S] int64: index of the verification strategy
     ends: Tensor  # [S, V] bool: end-of-text and stop tokens, unless ignored
     bias: Tensor  # [S, V] fp32, valid with LogitAdjust.BIAS
@@ -112,6 +114,9 @@ class LogitAdjust(IntFlag):
     ALLOWED_IDS = 4
     MIN_TOKENS = 8
     MASK = 16  # a grammar
+
+
+MAX_NAMED_IDS = 64  # ids of a request whose logprobs the device computes within the step
 
 
 class LogprobKind(IntEnum):
@@ -152,7 +157,20 @@ class StepFeatures(NamedTuple):  # hashed in every step: a dataclass would take 
     needs_processed: bool = False  # processed logits are needed: truncation, logprobs or a strategy
     raw_top: int = -1  # alternatives of raw logprobs beside the token's own; -1: no raw logprobs
     processed_top: int = -1
-    needs_draft_logprobs: bool = False  # some requests report the drafters' logprobs
+    raw_named: int = 0  # named ids with raw logprobs
+    processed_named: int = 0
+    has_raw_drafts: bool = False  # some requests report drafts with raw logprobs of the target
+    has_processed_drafts: bool = False
+
+    @property
+    def needs_draft_logprobs(self) -> bool:
+        """Return whether some requests report drafts, with the drafter's logprobs."""
+        return self.has_raw_drafts or self.has_processed_drafts
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Return whether a step has a logprob pass."""
+        return self.needs_draft_logprobs or max(self.raw_top, self.processed_top) >= 0
 
 
 class DraftCosts(NamedTuple):

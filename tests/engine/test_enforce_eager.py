@@ -23,7 +23,7 @@ class GraphRuntime(Runtime):
     asynchronous = True
     num_graphs = 0
 
-    def graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
+    def graph(self, function: Callable[[], Any], pool: int = 0) -> Callable[[], Any]:
         self.num_graphs += 1
 
         def replay() -> Any:

@@ -32,22 +32,26 @@ class PooledRuntime(Runtime):
 
     asynchronous = True
 
-    def graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
+    def graph(self, function: Callable[[], Any], pool: int = 0) -> Callable[[], Any]:
         # Memory that the two calls do not share was allocated by the graph, in the pool.
         first, second = function(), function()
         persistent = {t.untyped_storage().data_ptr() for t in tensors(first)}
         persistent &= {t.untyped_storage().data_ptr() for t in tensors(second)}
-        pools, first_outputs = self.__dict__.setdefault("pools", ([], [])), (first, second)
+        pools, first_outputs = self.__dict__.setdefault("pools", ([], [], [])), (first, second)
 
         def replay() -> Any:
             assert first_outputs
-            for tensor in pools[own_pool]:
+            for tensor in pools[pool]:
                 tensor.fill_(97 if tensor.dtype != torch.bool else True)
             out = function()
-            pools[own_pool][:] = [t for t in tensors(out) if t.untyped_storage().data_ptr() not in persistent]
+            pools[pool][:] = [t for t in tensors(out) if t.untyped_storage().data_ptr() not in persistent]
             return out
 
         return replay
+
+    def run_beside(self, graph: Callable[[], object]) -> Callable[[], object]:
+        """Run the graph as late as a device may: after the drafts."""
+        return graph
 
 
 class PooledOps(TorchOps):
@@ -75,6 +79,12 @@ def batch(method: str) -> Batch:
 @pytest.mark.parametrize("method", ["ngram", "eagle3", "proposers:SelfModel"])
 def test_no_graph_output_is_read_after_the_next_graph(method: str) -> None:
     assert batch(method).differences() == []
+
+
+def test_control_logprobs_after_the_next_step_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the logprob pass of a head's step is never waited for."""
+    monkeypatch.setattr(PooledRuntime, "run_beside", lambda self, graph: lambda: None)
+    assert any("logprobs" in found for found in batch("eagle3").differences())
 
 
 def test_control_hidden_rows_in_the_pool_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:

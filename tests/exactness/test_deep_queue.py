@@ -19,7 +19,6 @@ from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Scheduler
 from draftproof.ops import PendingCopy
 from draftproof.propose.suffix_pool import Pool
-from draftproof.sampling_params import SamplingParams
 from exact import NEIGHBOURS, Batch, Case, Setup, check_empty
 from exact_matrix import TRAFFIC, named
 
@@ -115,17 +114,12 @@ def test_requests_that_need_the_host_drain_the_queue(spec, make, alone, depth, d
     prompts, params = zip(*SERVED_CASES, strict=True)
     for _ in range(2):
         assert [facts(one) for one in llm.generate(prompts, params)] == [facts(one) for one in alone]
-    free = [i for i, each in enumerate(params) if not needs_host(each)]
+    free = [i for i, each in enumerate(params) if not each.logits_processors]
     depths.clear()
     answers = llm.generate([prompts[i] for i in free], [params[i] for i in free])
     assert [facts(one) for one in answers] == [facts(alone[i]) for i in free]
     assert max(depths) == depth and any(isinstance(o.outputs[0].stop_reason, str) for o in answers)
     check_left(llm)
-
-
-def needs_host(params: SamplingParams) -> bool:
-    hosted = params.logits_processors or params.logprob_token_ids or params.include_draft_logprobs
-    return bool(hosted) or params.prompt_logprobs is not None
 
 
 # --- order of reads ---

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import pytest
 import torch
 
-from draftproof.engine.step import host_logprobs
+from draftproof.engine.step import queued_logprobs
 from draftproof.ops.torch import forward as torch_forward
 from draftproof.ops.torch import kv
 from draftproof.ops.torch.forward import TorchForward
@@ -197,10 +196,10 @@ def test_context_without_drafts_is_detected(monkeypatch, option):
 
 def test_prompt_logprobs_that_ignore_the_chunk_are_detected(monkeypatch):
     """Score rows of a later chunk as if they were the first of the prompt."""
-    whole = host_logprobs._prompt_logprobs
+    whole = queued_logprobs._queue_prompt
 
-    def broken(device, step, b):
-        return whole(device, replace(step, computed=np.zeros_like(step.computed)), b)
+    def broken(device, planned, b, computed, hidden):
+        return whole(device, planned, b, 0, hidden)
 
-    defect = lambda: monkeypatch.setattr(host_logprobs, "_prompt_logprobs", broken)  # noqa: E731
+    defect = lambda: monkeypatch.setattr(queued_logprobs, "_queue_prompt", broken)  # noqa: E731
     check_detected(defect, "prompt logprobs", Case(0, "none", 0.0, length=40), chunk=16)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.engine import Engine
-from draftproof.engine.step.host_logprobs import logprob_rows
+from draftproof.engine.step import logprob_pass
+from draftproof.engine.step.queued_logprobs import add_named
 from draftproof.errors import RequestError
 from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
@@ -24,8 +25,23 @@ both = pytest.mark.parametrize("spec", (None, SPEC), ids=("plain", "drafts"))
 
 def one(spec: dict[str, Any] | None = None, index: int = 0, length: int = 12, **options: Any) -> Record:
     """Serve one greedy request of 24 tokens, by default."""
+    overlap = options.pop("overlap", False)
     params = SamplingParams(**{"temperature": 0, "max_tokens": 24, "ignore_eos": True, **options})
-    return run(engine(speculative=spec, max_logprobs=-1), [request(index, params, length)])[str(index)]
+    target = engine(speculative=spec, max_logprobs=-1, overlap=overlap)
+    return run(target, [request(index, params, length)])[str(index)]
+
+
+def logprob_rows(
+    ops: Any, logits: Tensor, rows: list[int], tokens: list[int], top: int = 0, ids: tuple[int, ...] = ()
+) -> list[LogprobRow]:
+    """Return the logprobs of tokens [n] at rows [n] of the logits, then of the `top` best, then of `ids`."""
+    named = torch.tensor([ids] * len(rows)) if ids else None
+    found = ops.sampling.logprobs(logits, torch.tensor(rows), torch.tensor(tokens), top, None, named)
+    columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
+    lines = LogprobRow.from_columns(*columns, tokens, top)
+    if ids:
+        add_named(lines, ids, *(tensor.tolist() for tensor in found.named))
+    return lines
 
 
 def rows_from_scratch(logits: Tensor, token: int, top: int) -> tuple[list[int], list[float], list[int]]:
@@ -87,14 +103,6 @@ def test_memory_around_the_rows_is_never_read(ops: Any) -> None:
     clean = logprob_rows(ops, logits, [0, 1, 2, 3], [1, 2, 3, 4], 5, (9,))
     assert logprob_rows(ops, buffer, [7, 8, 20, 39], [1, 2, 3, 4], 5, (9,)) == clean
     assert bits(buffer) == before
-
-
-def test_no_rows_call_no_op() -> None:
-    class Nothing:
-        def __getattr__(self, name: str) -> Any:
-            raise AssertionError(f"{name} was called")
-
-    assert logprob_rows(Nothing(), torch.zeros(3, 5), [], [], 5, (3,)) == []  # type: ignore[arg-type]
 
 
 # --- options ---
@@ -223,10 +231,10 @@ def test_processed_logprobs_divide_by_temperature_once() -> None:
 # --- drafts ---
 
 
-@pytest.mark.parametrize("mode", ("raw", "processed"))
-def test_draft_records_hold_every_draft(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "overlap"), (("raw", False), ("raw", True), ("processed", True)))
+def test_draft_records_hold_every_draft(mode: str, overlap: bool) -> None:
     options = {"logprobs": -1, "max_tokens": 60, "presence_penalty": 0.1, "logprobs_mode": mode}
-    record = one(SPEC, include_draft_logprobs=True, **options)
+    record = one(SPEC, include_draft_logprobs=True, overlap=overlap, **options)
     assert one(SPEC, max_tokens=60).steps[-1].drafts is None
     done, num_rejected = 0, 0
     for step in record.steps:
@@ -245,6 +253,15 @@ def test_draft_records_hold_every_draft(mode: str) -> None:
             num_rejected += not draft.accepted
         done += len(step.token_ids)
     assert done == 60 and num_rejected > 0 and any(step.num_accepted for step in record.steps)
+
+
+def test_control_logprobs_at_rows_of_other_drafts_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = logprob_pass._draft_rows
+    monkeypatch.setattr(
+        logprob_pass, "_draft_rows", lambda *given: (whole(*given)[0].roll(1), whole(*given)[1])
+    )
+    with pytest.raises(AssertionError):
+        test_draft_records_hold_every_draft("raw", True)
 
 
 def test_draft_logprobs_of_a_sampling_proposer() -> None:

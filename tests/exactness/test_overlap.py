@@ -16,7 +16,9 @@ import tiny
 from covering import pairwise
 from draftproof.engine.loop import Loop
 from draftproof.engine.scheduler import Scheduler
+from draftproof.engine.step import own_rows, queued_logprobs
 from draftproof.sampling_params import SamplingParams
+from draftproof.types import FIRST_ROW
 from exact import Batch, Case, Setup, check_empty, compare, count_errors, reference_run
 from overlap_watch import Watch
 
@@ -62,19 +64,23 @@ def test_host_proposer_disables_overlap():
 
 # --- arrivals ---
 
-HOSTED = ["processor", "bad_words", "named_logprobs", "all_logprobs", "draft_logprobs", "mix"]
+HOSTED = ["processor", "bad_words", "mix"]
+LOGPROBS = ["named_logprobs", "all_logprobs", "draft_logprobs", "prompt"]
 
 
 def serve_with_arrival(spec, option, when, **options):
     """Serve requests, one of which arrives with `option` after `when` steps and one more at the end."""
-    late = Case(3, length=40) if option == "prompt" else free(3, option, length=20)
+    late = Case(3, length=20) if option == "prompt" else free(3, option, length=20)
+    if option == "grammar":
+        late = free(3, grammar="json", length=20)
     cases = [free(0, "frequency"), free(1, "processed", 1.3), free(2, "stop_ids", 0.0), late, free(4)]
     engine = Setup().engine(spec, overlap=True, max_num_batched_tokens=16, **options)
     watch = Watch(engine)
     return Batch(cases, Setup(), spec, engine=engine, arrivals=[0, 0, 1, when, 30]).differences(), watch
 
 
-ARRIVALS = pairwise({"spec": [*METHODS, JUNK], "option": [*HOSTED, "prompt"], "when": [1, 2, 5]})
+ARRIVALS = pairwise({"spec": [*METHODS, JUNK], "option": HOSTED, "when": [1, 2, 5]})
+LOGPROB_ARRIVALS = pairwise({"spec": [*METHODS, JUNK], "option": LOGPROBS, "when": [1, 2, 5]})
 
 
 @pytest.mark.parametrize(("spec", "option", "when"), [tuple(case.values()) for case in ARRIVALS])
@@ -86,25 +92,44 @@ def test_arrival_that_needs_the_host_is_exact(spec, option, when):
     assert ahead > 0 and waited > 0 and not watch.launched[-1][1]
 
 
-@pytest.mark.parametrize(
-    ("option", "what"),
-    [("prompt", "prompt logprobs"), ("draft_logprobs", "draft records")],
-)
-def test_control_engine_that_never_drains_is_detected(monkeypatch, option, what):
+@pytest.mark.parametrize(("spec", "option", "when"), [tuple(case.values()) for case in LOGPROB_ARRIVALS])
+def test_arrival_with_any_logprobs_keeps_overlap(spec, option, when):
+    """As many steps overlap as with a plain request, and no step waits."""
+    (found, watch), (_, plain) = (serve_with_arrival(spec, each, when) for each in (option, "none"))
+    assert found == []
+    assert watch.check()[1] == 0 and watch.launched == plain.launched
+
+
+def test_waiting_request_ends_no_overlap_without_a_free_slot():
+    cases = [free(0, length=20), free(1, length=20), free(2, "processor")]
+    engine = Setup().engine(FLAKY, overlap=True, max_num_seqs=2)
+    watch = Watch(engine)
+    assert Batch(cases, Setup(), FLAKY, engine=engine).differences() == []
+    assert [waits for _, waits in watch.launched[:3]] == [False] * 3
+    assert watch.check()[1] > 0
+
+
+def test_control_engine_that_never_drains_is_detected(monkeypatch):
     monkeypatch.setattr(Loop, "_needs_sync", lambda self: False)
-    assert any(f"request 3: {what}" in line for line in serve_with_arrival(FLAKY, option, 5, debug=False)[0])
+    assert any("request 3: " in line for line in serve_with_arrival(FLAKY, "grammar", 5, debug=False)[0])
 
 
-def test_control_uncounted_drafts_are_detected(monkeypatch):
-    monkeypatch.setattr(Loop, "_count_drafts", lambda self: None)
-    found = [
-        line for when in range(2, 9) for line in serve_with_arrival(JUNK, "prompt", when, debug=False)[0]
-    ]
-    assert any("prompt logprobs" in line for line in found)
+def test_control_prompt_rows_by_the_bounds_of_the_host_are_detected(monkeypatch):
+    """With fewer drafts than planned the rows of a prompt lie before those that the host would expect."""
+    whole = queued_logprobs._row_slots
+    monkeypatch.setattr(queued_logprobs, "_row_slots", lambda *given: whole(*given).roll(1))
+    assert any("prompt logprobs" in line for line in serve_with_arrival(JUNK, "prompt", 2, debug=False)[0])
+
+
+def test_control_named_logprobs_at_other_rows_are_detected(monkeypatch):
+    monkeypatch.setattr(own_rows, "PICK", FIRST_ROW)
+    found = serve_with_arrival(FLAKY, "named_logprobs", 2, debug=False)[0]
+    assert any("request 3: logprobs" in line for line in found)
 
 
 def test_several_requests_that_need_the_host_are_exact():
-    cases = [free(i, option) for i, option in enumerate(["none", *HOSTED])]
+    options = ["none", *HOSTED, "named_logprobs", "all_logprobs", "draft_logprobs"]
+    cases = [free(i, option) for i, option in enumerate(options)]
     cases[0] = replace(cases[0], prompt=True)
     engine = Setup().engine(FLAKY, overlap=True, max_num_batched_tokens=16, max_num_seqs=2)
     watch = Watch(engine)

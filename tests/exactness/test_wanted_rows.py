@@ -31,7 +31,7 @@ class NarrowRuntime(PaddedRuntime):
 
     running: ClassVar[bool] = False
 
-    def graph(self, function: Any, own_pool: bool = False) -> Any:
+    def graph(self, function: Any, pool: int = 0) -> Any:
         def replay() -> Any:
             NarrowRuntime.running = True
             try:

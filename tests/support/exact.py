@@ -90,7 +90,7 @@ class Case:
     length: int = 12
     enabled: bool = True  # speculation for this request
     k: int | None = None
-    prompt: bool = True  # prompt logprobs; steps do not overlap until they are computed
+    prompt: bool = True  # prompt logprobs
     grammar: str = "none"  # a key of `grammars.STRUCTURES`
     priority: int = 0
     salt: str | None = None

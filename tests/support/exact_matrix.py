@@ -50,7 +50,8 @@ MATRIX = pairwise(FACTORS)
 DEVICE_TEST_METHODS = [f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky")]
 # Options with which steps can overlap.
 OVERLAP_OPTIONS = ["none", "top_p", "repetition", "frequency", "logit_bias", "allowed", "min_tokens"]
-OVERLAP_OPTIONS += ["max_tokens", "eos", "stop_ids", "no_logprobs", "processed"]
+OVERLAP_OPTIONS += ["max_tokens", "eos", "stop_ids", "no_logprobs", "processed", "sampled_logprob"]
+OVERLAP_OPTIONS += ["named_logprobs", "all_logprobs", "draft_logprobs"]
 # Grammars have a matrix of their own, since they leave few tokens to choose from.
 GRAMMAR_OPTIONS = ["none", "top_k", "min_p", "repetition", "bad_words", "min_tokens", "ignore_eos"]
 GRAMMAR_OPTIONS += ["stop_ids", "processor", "draft_logprobs", "mix"]
@@ -85,11 +86,9 @@ def check(levels: dict[str, Any], backend: str = "auto", threads: int = 1, devic
     )
     others = NEIGHBOURS[levels["k"] % 3 :] + NEIGHBOURS[: levels["k"] % 3]  # other pairs
     cases = [first, *others[: levels["batch"] - 1]]
-    if levels["overlap"]:
-        cases = [replace(case, prompt=False) for case in cases]
-        if levels["option"] in OVERLAP_OPTIONS:  # then the neighbours must allow overlap too
-            free = {"option": "eos", "grammar": "none"}
-            cases = [replace(case, **free) if case.option == "mix" else case for case in cases]
+    if levels["overlap"] and levels["option"] in OVERLAP_OPTIONS:  # the neighbours must allow overlap too
+        free = {"option": "eos", "grammar": "none"}
+        cases = [replace(case, **free) if case.option == "mix" else case for case in cases]
     if levels["priority"] == "shuffled":
         cases = [replace(case, priority=case.index * 5 % 3 - 1) for case in cases]
     if levels["prefix"] == "other salts":

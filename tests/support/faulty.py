@@ -76,7 +76,7 @@ class CapturedOps(FaultyOps):
         self.runtime.asynchronous = True
         self.runtime.graph = self._graph  # type: ignore[method-assign,assignment]
 
-    def _graph(self, function: Callable[[], Any], own_pool: bool = False) -> Callable[[], Any]:
+    def _graph(self, function: Callable[[], Any], pool: int = 0) -> Callable[[], Any]:
         function()  # a capture runs the step
         self.meet("graph")
         return function

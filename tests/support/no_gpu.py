@@ -43,7 +43,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         (torch.cuda, "get_device_properties", lambda device: Chip),
         (graphs.TritonRuntime, "open_queue", lambda self: setattr(self, "asynchronous", True)),
-        (graphs.TritonRuntime, "graph", lambda self, function, own_pool=False: function),
+        (graphs.TritonRuntime, "graph", lambda self, function, pool=0: function),
         (graphs.TritonRuntime, "seconds", lambda self, function, times=5: 1.0),
         (graphs.TritonRuntime, "send", send),
         (graphs.TritonRuntime, "compile", compile_without_a_pool),

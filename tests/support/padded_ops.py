@@ -18,7 +18,7 @@ class PaddedRuntime(CpuRuntime):
     def bucket(self, rows: int) -> int:
         return bucket_of(rows)
 
-    def graph(self, function: Any, own_pool: bool = False) -> Any:
+    def graph(self, function: Any, pool: int = 0) -> Any:
         function()
         return function
 

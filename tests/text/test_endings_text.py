@@ -220,7 +220,7 @@ def both_ways(llm, seed):
     bulk = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
     between = llm.stats.num_emitted_tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftproof.frontend.request_tracker.needs_host_logprobs", lambda *_: True)
+        patch.setattr("draftproof.frontend.request_tracker.has_own_rows", lambda *_: True)
         watched = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
     assert between - before == llm.stats.num_emitted_tokens - between == bulk_tokens(bulk)
     return bulk, watched

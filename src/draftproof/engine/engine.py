@@ -17,14 +17,14 @@ from draftproof.engine.live.sleep import SleepMode
 from draftproof.engine.live.weights import LiveWeights
 from draftproof.engine.parallel.rank_processes import start_ranks
 from draftproof.engine.sequence import Sequence
-from draftproof.engine.step.step_results import StepResults, logprob_kind_of, needs_host_logprobs
+from draftproof.engine.step.step_results import StepResults, has_long_logprobs, mode_of
 from draftproof.engine.step.warmup import Progress
 from draftproof.engine.validation import check_request
 from draftproof.errors import EngineDeadError, QueueFullError, RequestError
 from draftproof.metrics import EngineStats, RequestStats
 from draftproof.models.load import Checkpoint
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import Request
+from draftproof.types import LogprobKind, Request
 from draftproof.verify.grammar_guide import GrammarGuide
 
 if TYPE_CHECKING:
@@ -167,15 +167,17 @@ class Engine(PausableEngine):
         params, vocab, speculation = request.params, self.limits.vocab_size, request.params.speculation
         limit = speculation.num_speculative_tokens or self.limits.speculative_tokens
         adaptive = self._adaptive if speculation.adaptive is None else speculation.adaptive
+        is_long = has_long_logprobs(params, vocab)
         sequence = Sequence(
             request,
             max_length,
             draft_limit=limit if self.loop.proposer and speculation.enabled and not request.pooling else 0,
             adaptive=adaptive and self._may_adapt(params),
             strategy=self._strategies.by_index.index(self._strategies.for_request(params)),
-            logprob_kind=logprob_kind_of(params, vocab),
+            logprob_kind=mode_of(params) if params.wants_logprobs and not is_long else LogprobKind.NONE,
+            draft_kind=mode_of(params) if params.include_draft_logprobs else LogprobKind.NONE,
+            has_long_logprobs=is_long,
             has_host_processors=bool(params.logits_processors or request.bad_word_ids),
-            needs_host_logprobs=needs_host_logprobs(params, vocab),
             guide=self._guide(request),
         )
         self._sequences[request.id] = sequence

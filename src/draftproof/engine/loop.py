@@ -28,9 +28,10 @@ from draftproof.engine.sequence import PooledRows, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import grammar_masks
 from draftproof.engine.step.device_step import DeviceStep, PendingStep
-from draftproof.engine.step.host_logprobs import host_logprobs
 from draftproof.engine.step.mask_thread import MaskThread
+from draftproof.engine.step.own_rows import own_rows
 from draftproof.engine.step.pooling import pool_rows
+from draftproof.engine.step.queued_logprobs import queue_logprobs
 from draftproof.engine.step.step_features import features_of
 from draftproof.engine.step.step_results import GrammarErrors, HostOutput, StepResults
 from draftproof.errors import DEVICE_ERRORS
@@ -128,7 +129,9 @@ class Loop:
         scheduler = self.scheduler
         if not scheduler.num_needing_sync:
             return False
-        return any(s.needs_sync or s.needs_prompt_logprobs for s in (*scheduler.running, *scheduler.waiting))
+        # A waiting request matters once a slot is free: the next plan may admit it.
+        waiting = scheduler.waiting if self.slots.num_free else ()
+        return any(sequence.needs_sync for sequence in (*scheduler.running, *waiting))
 
     def _launch(self) -> PendingStep | None:
         scheduler, host, started = self.scheduler, self.scheduler.mirror, time.perf_counter()
@@ -171,6 +174,9 @@ class Loop:
         keep = self.hooks.needs_hidden_on_host
         features = self._current_features()
         tensors, hidden = self.device.run(planned, decision, features, host_processed, keep)
+        queued = None
+        if scheduler.num_with_own_rows:
+            queued = queue_logprobs(self.device, planned, computed, tensors, hidden)
         read = self.device.ops.runtime.fetch(tensors.packed.data)
         host.num_draft[planned.slots] = decision.drafts
         draft_run = self.device.drafting.last_run(len(planned.slots), decision)
@@ -187,6 +193,7 @@ class Loop:
             started=started,
             grammar_errors=grammar_errors,
             draft_run=draft_run,
+            queued_logprobs=queued,
         )
 
     def _decide(self, slots: Ints, samples: Bools, refresh: bool = False) -> DraftDecision:
@@ -219,9 +226,11 @@ class Loop:
             source = None if source is None else source[planned.slots]
             if len(self.predictions):
                 source = self.predictions.mark_sources(planned.slots, source)
+            if step.queued_logprobs is not None:
+                lengths, queued = scheduler.mirror.length[planned.slots], step.queued_logprobs
+                vocab = self.slots.vocab
+                from_host = own_rows(planned, queued, found, source, lengths, self.sources, vocab)
             if step.waits and scheduler.num_needing_sync and step.computed is not None:
-                lengths = scheduler.mirror.length[planned.slots]
-                from_host = host_logprobs(self.device, step, found, source, lengths, self.sources)
                 pooled = pool_rows(self.device, step, table)
         except DEVICE_ERRORS as error:  # steps queued behind it used its lost results
             lost = [step, *self.pending]

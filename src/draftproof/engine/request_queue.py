@@ -42,7 +42,8 @@ class RequestQueue:
         self.held: list[Sequence] = []  # new requests that wait for the end of a pause
         self.holds_new = False
         self.version = 0  # changes with `running`
-        self.num_needing_sync = 0  # requests that need the host in some steps
+        self.num_needing_sync = 0  # requests that need the host in every step
+        self.num_with_own_rows = 0  # requests with logprobs in rows of their own
         self.num_preemptions = 0
         self.num_queried = 0  # prompt tokens that were looked up in the prefix cache
         self.num_cached = 0  # and found
@@ -58,7 +59,8 @@ class RequestQueue:
             self.held.append(sequence)
         else:
             insort(self.waiting, sequence, key=lambda s: s.rank)
-        self.num_needing_sync += sequence.may_need_sync
+        self.num_needing_sync += sequence.needs_sync
+        self.num_with_own_rows += sequence.has_own_rows
 
     def hold_new(self) -> None:
         """Admit no request that was never scheduled until `release_held`; the others run to their ends."""
@@ -170,7 +172,8 @@ class RequestQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a request and free its slot and pages; steps in flight may still write to the pages."""
-        self.num_needing_sync -= sequence.may_need_sync
+        self.num_needing_sync -= sequence.needs_sync
+        self.num_with_own_rows -= sequence.has_own_rows
         sequence.stats.ended = time.monotonic()
         if sequence.slot < 0:
             (self.held if sequence in self.held else self.waiting).remove(sequence)

@@ -41,9 +41,10 @@ class Sequence:
     draft_limit: int = 0
     adaptive: bool = True  # False: always `draft_limit` drafts
     strategy: int = 0
-    logprob_kind: LogprobKind = LogprobKind.NONE
+    logprob_kind: LogprobKind = LogprobKind.NONE  # of its tokens, within the step
+    draft_kind: LogprobKind = LogprobKind.NONE  # of its drafts
+    has_long_logprobs: bool = False  # longer lists than a step holds: computed behind the step
     has_host_processors: bool = False  # logits processors or bad words, applied by the host
-    needs_host_logprobs: bool = False  # logprobs that the device does not compute within the step
     guide: GrammarGuide | None = None  # grammar state; the host fills masks before each step
     features_id: int = -1  # cached number of its StepFeatures; -1: not computed yet
     arrival: int = 0
@@ -71,8 +72,7 @@ class Sequence:
     @property
     def needs_sync(self) -> bool:
         """Return whether the host is needed in every step of the request."""
-        has_host_options = self.has_host_processors or self.needs_host_logprobs
-        has_host_options = has_host_options or self.request.pooling is not None
+        has_host_options = self.has_host_processors or self.request.pooling is not None
         return has_host_options or self.guide is not None or self.uses_prediction
 
     @property
@@ -81,9 +81,11 @@ class Sequence:
         return self.draft_limit > 0 and len(self.request.prediction_ids) > 0
 
     @property
-    def may_need_sync(self) -> bool:
-        """Return whether the host is needed in some steps of the request."""
-        return self.needs_sync or self.request.params.prompt_logprobs is not None
+    def has_own_rows(self) -> bool:
+        """Return whether some of its logprobs are rows of its own, not in the columns of a step."""
+        params = self.request.params
+        has_rows = params.include_draft_logprobs or bool(params.logprob_token_ids)
+        return has_rows or self.has_long_logprobs or params.prompt_logprobs is not None
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from draftproof.engine.sequence import Sequence
 from draftproof.ops import Ops
-from draftproof.types import LogitAdjust, Request, SlotColumns
+from draftproof.types import MAX_NAMED_IDS, LogitAdjust, Request, SlotColumns
 
 INTS = (
     *("length", "prompt_len", "computed", "ended", "num_draft", "top_k", "seed"),
-    *("min_length", "max_length", "adjust", "logprob_kind", "strategy"),
+    *("min_length", "max_length", "adjust", "logprob_kind", "draft_kind", "strategy"),
 )
 REALS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 ALIGN = 16  # lines: aligns the start of every column for vector loads
@@ -43,6 +43,7 @@ class Slots:
             draft=column(k),
             draft_logprob=column(k, dtype=torch.float32),
             draft_source=column(k, dtype=torch.int8),
+            named_ids=column(MAX_NAMED_IDS),
             page_table=column(max_pages, dtype=torch.int32),
             ends=column(vocab, dtype=torch.bool),
             bias=column(vocab, dtype=torch.float32),
@@ -103,6 +104,7 @@ class Slots:
         c.page_table.index_copy_(0, lines, tables.view(torch.int32).view(count, -1)[:, :wide])
         c.tokens.view(-1).index_copy_(0, places, tokens)
         c.ends.index_fill_(0, lines, False)
+        c.named_ids.index_fill_(0, lines, -1)
         if marks:
             c.ends.view(-1).index_fill_(0, ends, True)
         for sequence in admitted:
@@ -117,6 +119,9 @@ class Slots:
         if params.allowed_token_ids is not None:
             line = self.columns.banned[sequence.slot].fill_(True)
             line.index_fill_(0, send(torch.tensor(list(params.allowed_token_ids))), False)
+        if params.logprob_token_ids and sequence.logprob_kind:
+            ids = torch.tensor(params.logprob_token_ids)
+            send(ids, self.columns.named_ids[sequence.slot, : len(ids)])
 
     def grow(self, pages: Many[tuple[int, int, int]]) -> None:
         """Add pages: (slot, index in its page table, page)."""
@@ -161,7 +166,8 @@ def _ints(sequence: Sequence) -> tuple[int, ...]:
     prompt = len(request.prompt_token_ids)
     progress = len(sequence.ids), prompt, sequence.num_cached, 0, 0
     limits = params.top_k, request.seed, prompt + params.min_tokens, sequence.max_length
-    return *progress, *limits, int(adjustments(request)), int(sequence.logprob_kind), sequence.strategy
+    kinds = int(sequence.logprob_kind), int(sequence.draft_kind)
+    return *progress, *limits, int(adjustments(request)), *kinds, sequence.strategy
 
 
 def _reals(request: Request) -> tuple[float, ...]:

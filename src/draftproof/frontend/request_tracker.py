@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.step_results import Finish, StepResults, needs_host_logprobs
+from draftproof.engine.step.step_results import Finish, StepResults, has_own_rows
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.frontend.engine_client import EngineClient
 from draftproof.metrics import RequestStats, SpecStats
@@ -127,7 +127,7 @@ class RequestTracker:
             raise RequestError("max_tokens=0 leaves nothing to stream: use generate", "max_tokens")
         job.max_length = self.engine.check(job.requests[0])
         # an output without a reader is built in bulk
-        is_bulk = job.on_events is None and not needs_host_logprobs(params, self.engine.limits.vocab_size)
+        is_bulk = job.on_events is None and not has_own_rows(params, self.engine.limits.vocab_size)
         create = self.table.new_output if is_bulk else StreamingOutput
         job.outputs = [create(i, request, job.tokenizer) for i, request in enumerate(job.requests)]
 

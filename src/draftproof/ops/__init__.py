@@ -15,6 +15,7 @@ from draftproof.errors import ConfigError
 from draftproof.ops.contract.backend import Ops as Ops
 from draftproof.ops.contract.communicator import Communicator as Communicator
 from draftproof.ops.contract.kv_layout import KVLayout as KVLayout
+from draftproof.ops.contract.runtime import GraphPool as GraphPool
 from draftproof.ops.contract.runtime import Runtime as Runtime
 from draftproof.ops.contract.sampling import STREAM_ACCEPT as STREAM_ACCEPT
 from draftproof.ops.contract.sampling import STREAM_RESIDUAL as STREAM_RESIDUAL
@@ -28,6 +29,7 @@ from draftproof.ops.contract.types import Layer as Layer
 from draftproof.ops.contract.types import Layout as Layout
 from draftproof.ops.contract.types import Mlp as Mlp
 from draftproof.ops.contract.types import Moe as Moe
+from draftproof.ops.contract.types import NamedLogprobs as NamedLogprobs
 from draftproof.ops.contract.types import PackedState as PackedState
 from draftproof.ops.contract.types import PendingCopy as PendingCopy
 from draftproof.ops.contract.types import QuantizedTable as QuantizedTable

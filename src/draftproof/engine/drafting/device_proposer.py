@@ -75,8 +75,8 @@ class DraftRunner:
 
     def run_parallel(self, function: Callable[[], T], features: StepFeatures) -> Callable[[], T]:
         """Run the logprobs of a step beside the drafts at its end, which do not need them."""
-        ops, has_logprobs = self.slots.ops, max(features.raw_top, features.processed_top) >= 0
-        if self.drafts_in_step and has_logprobs:
+        ops = self.slots.ops
+        if self.drafts_in_step and features.has_logprobs:
             return ops.runtime.run_parallel(function)
         return Runtime.run_parallel(ops.runtime, function)  # at once
 

@@ -18,7 +18,7 @@ from draftproof.engine.parallel.rank_processes import RankProcesses
 from draftproof.engine.sequence import Sequence as EngineSequence
 from draftproof.engine.slots import Slots
 from draftproof.models.runner import Runner
-from draftproof.ops import Rows, Runtime
+from draftproof.ops import GraphPool, Rows, Runtime
 
 T = TypeVar("T")
 
@@ -87,15 +87,15 @@ def mirror_graphs(runtime: Runtime, ranks: RankProcesses) -> None:
     capture, compile_kernels = runtime.graph, runtime.compile
     numbers = count()
 
-    def graph(function: Callable[[], T], own_pool: bool = False) -> Callable[[], T]:
+    def graph(function: Callable[[], T], pool: GraphPool = GraphPool.STEP) -> Callable[[], T]:
         with ranks.recording(sends=True) as calls:
             function()
         if not calls:
-            return capture(function, own_pool)
+            return capture(function, pool)
         number = next(numbers)
         ranks.call("capture", number, calls)
         with ranks.recording(sends=False):  # the other ranks make the same runs
-            replay = capture(function, own_pool)
+            replay = capture(function, pool)
 
         def replay_all() -> T:
             ranks.call("replay", number)

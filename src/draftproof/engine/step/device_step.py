@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ from draftproof.engine.drafting.policy import DraftDecision, DraftRun
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
+from draftproof.engine.step.logprob_pass import logprob_pass
 from draftproof.engine.step.result_buffer import PackedResults
 from draftproof.engine.step.step_buffers import PlanBuffer, StepBuffers
 from draftproof.engine.step.step_results import GrammarErrors
 from draftproof.models.runner import Runner
-from draftproof.ops import Layout, PendingCopy
+from draftproof.ops import GraphPool, Layout, PendingCopy
 from draftproof.propose import Proposer
 from draftproof.types import (
     NO_DRAFT_COSTS,
@@ -34,7 +36,6 @@ from draftproof.types import (
     Draft,
     DraftCosts,
     DraftSpec,
-    LogprobKind,
     Outcome,
     Request,
     StepFeatures,
@@ -42,6 +43,10 @@ from draftproof.types import (
 )
 from draftproof.verify.sampler import Sampled, Sampler
 
+if TYPE_CHECKING:  # it queues behind a step
+    from draftproof.engine.step.queued_logprobs import QueuedLogprobs
+
+T = TypeVar("T")
 NO_REQUESTS: Mapping[int, Request] = {}
 
 
@@ -50,9 +55,11 @@ class StepTensors:
     """Tensors that a step leaves on the device; valid until the next step."""
 
     windows: Windows
+    outcome: Outcome
     logits: Tensor | None  # [L, V]; None: no entry sampled
     sampled: Sampled | None
     packed: PackedResults  # what the host reads
+    write_logprobs: Callable[[], None] | None = None  # the logprob pass, where the step leaves it out
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +77,7 @@ class PendingStep:
     started: float  # `time.perf_counter` when planning began
     grammar_errors: GrammarErrors
     draft_run: DraftRun  # of the draft model behind the step
+    queued_logprobs: QueuedLogprobs | None  # rows of single requests; None: no request has any
 
 
 class DeviceStep:
@@ -99,6 +107,7 @@ class DeviceStep:
         self.buffers = StepBuffers(slots, self.max_rows, self.max_logits, hidden_row)
         self.drafting = DraftRunner(proposer, slots, self.max_rows, hidden_row)
         self.graphs = GraphCache(self.ops, self.load_empty_plan, enabled=not enforce_eager)
+        self._last_tensors: StepTensors | None = None
 
     # --- running ------------------------------------------------------------------------------------
 
@@ -119,22 +128,26 @@ class DeviceStep:
             self.buffers.masks()
         draft = self._draft_after(rows, planned, decision, features)
         if not host_processed and not keep_hidden and not planned.has_prompts:
-            step = self.graphs.get(self.decode_task(rows, features))
+            task = self.decode_task(rows, features)
+            step = self.capture(task)
             self.plan_buffer.load(planned, decision.drafts)
             tensors = step()
+            logprobs = self._start_logprobs(task.key, tensors)
             draft()
+            logprobs()
             return tensors, None
         logits, usual = self.ops.runtime.bucket(max(1, planned.num_logits)), self.num_output_rows(rows)
         output_rows = 0 if keep_hidden or planned.needs_prompt_rows else usual
         forward: Callable[[], Tensor] = partial(self._forward_only, rows, output_rows)
         if output_rows == usual:  # other sizes are too rare and too large to be captured during a request
             forward = self.graphs.get(self.forward_task(rows))
+        task = self.verify_task(logits, features)
         if not planned.num_logits:
             verify: Callable[[], StepTensors] = partial(self._advance_prompts, features)
         elif host_processed:
             verify = partial(self._verify, logits, features, host_processed)
         else:
-            verify = self.graphs.get(self.verify_task(logits, features))
+            verify = self.capture(task)
         self.plan_buffer.load(planned, decision.drafts)
         hidden, picked = forward(), self.buffers.picked[:logits]
         if output_rows:
@@ -142,8 +155,39 @@ class DeviceStep:
         else:
             torch.index_select(hidden, 0, self.buffers.logits_rows[:logits], out=picked)
         tensors = verify()
+        logprobs = self._start_logprobs(None if host_processed else task.key, tensors)
         draft()
+        logprobs()
         return tensors, None if output_rows else hidden
+
+    def capture(self, task: GraphTask[T]) -> Callable[[], T]:
+        """Return the captured function of a task, after its logprob pass is captured, if that is apart."""
+        graph, logprob_key = self.graphs.get(task), _logprob_key(task.key)
+        if logprob_key not in self.graphs.captured and self._passes_apart(task.key):
+            self.load_empty_plan()
+            tensors = graph()
+            assert isinstance(tensors, StepTensors)
+            self._last_tensors = tensors
+            self.graphs.get(GraphTask(logprob_key, self._write_last_logprobs, GraphPool.LOGPROB))
+        return graph
+
+    def _start_logprobs(self, key: GraphKey | None, tensors: StepTensors) -> Callable[[], object]:
+        """Run a logprob pass that the step left out, if captured beside the drafts; return how to end it."""
+        self._last_tensors = tensors
+        if key is not None and self._passes_apart(key) and tensors.logits is not None:
+            return self.ops.runtime.run_beside(self.graphs.captured[_logprob_key(key)])
+        self._write_last_logprobs()
+        return lambda: None
+
+    def _passes_apart(self, key: GraphKey) -> bool:
+        """Return whether the logprob pass of a step is a graph of its own."""
+        features = key.variant
+        has_logprobs = isinstance(features, StepFeatures) and features.has_logprobs
+        return self.drafting.runs_every_step and has_logprobs and self.graphs.is_captured(key)
+
+    def _write_last_logprobs(self) -> None:
+        if self._last_tensors is not None and self._last_tensors.write_logprobs is not None:
+            self._last_tensors.write_logprobs()
 
     def _draft_after(
         self, rows: int, planned: StepPlan, decision: DraftDecision, features: StepFeatures
@@ -202,7 +246,7 @@ class DeviceStep:
         def draft() -> None:
             self.drafting.draft(self.plan, self._layout(rows, 0).rows, entries, spec, costs)
 
-        return GraphTask(GraphKey("draft", rows, entries, spec), draft, own_pool=True)
+        return GraphTask(GraphKey("draft", rows, entries, spec), draft, GraphPool.DRAFT)
 
     # --- the stages ---------------------------------------------------------------------------------
 
@@ -255,7 +299,7 @@ class DeviceStep:
         none = torch.zeros_like(windows.slot)
         outcome, packed = self.buffers.outcome(len(self.plan.slots), len(none))
         self.ops.step.commit(self.plan, windows, Choice(none), none, outcome)
-        return StepTensors(windows, None, None, self._pack(packed, features))
+        return StepTensors(windows, outcome, None, None, self._pack(packed, features, windows))
 
     def _sample_and_commit(
         self, hidden: Tensor, windows: Windows, features: StepFeatures, host_processed: Mapping[int, Request]
@@ -266,37 +310,28 @@ class DeviceStep:
         outcome, packed = self.buffers.outcome(len(self.plan.slots), len(logits))
         self.ops.step.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
 
-        def write_logprobs() -> None:
-            for kind, top, scores in (
-                (LogprobKind.RAW, features.raw_top, logits),
-                (LogprobKind.PROCESSED, features.processed_top, sampled.processed),
-            ):
-                if top >= 0:
-                    rows = _logprob_rows(kind, windows, outcome, features)
-                    out = packed.add_logprobs(kind, len(rows), top)
-                    self.ops.sampling.logprobs(scores, rows, outcome.pick_tokens, top, out)
-
-        logprobs = self.drafting.run_parallel(write_logprobs, features)
-        self._pack(packed, features)
+        write = logprob_pass(self.ops, features, logits, sampled.processed, windows, outcome, packed)
+        if self.drafting.runs_every_step:  # the pass runs beside the drafts behind the step
+            self._pack(packed, features, windows)
+            return StepTensors(windows, outcome, logits, sampled, packed, write)
+        logprobs = self.drafting.run_parallel(write, features)
+        self._pack(packed, features, windows)
         if self.drafting.drafts_in_step:
             self.drafting.draft(self.plan)
         logprobs()
-        return StepTensors(windows, logits, sampled, packed)
+        return StepTensors(windows, outcome, logits, sampled, packed)
 
-    def _pack(self, packed: PackedResults, features: StepFeatures) -> PackedResults:
+    def _pack(self, packed: PackedResults, features: StepFeatures, windows: Windows) -> PackedResults:
         """Add what is known of the verified drafts, before the next drafts overwrite it."""
         columns = self.slots.columns
         if features.needs_draft_logprobs:
-            packed.add_draft_logprobs(columns.draft_logprob)
+            packed.add_copy("draft_tokens", windows.draft)
+            packed.add_copy("draft_logprobs", columns.draft_logprob)
         if self.drafting.num_sources > 1:
-            packed.add_draft_sources(columns.draft_source)
+            packed.add_copy("draft_sources", columns.draft_source)
         return packed.complete()
 
 
-def _logprob_rows(kind: LogprobKind, windows: Windows, outcome: Outcome, features: StepFeatures) -> Tensor:
-    """Return the logits rows [L] of the committed tokens that need logprobs of this kind; then -1."""
-    rows = outcome.pick_rows
-    if min(features.raw_top, features.processed_top) < 0:  # no request needs the other kind
-        return rows
-    slot = windows.slot[rows.clamp(min=0)].clamp(min=0)
-    return torch.where(windows.columns.logprob_kind[slot] == kind, rows, -1)
+def _logprob_key(step: GraphKey) -> GraphKey:
+    """Return the key of the logprob pass of a step."""
+    return step._replace(kind="decode logprobs" if step.kind == "decode" else "verify logprobs")

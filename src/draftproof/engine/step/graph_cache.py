@@ -9,13 +9,14 @@ import logging
 from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from draftproof.ops import Ops
+from draftproof.ops import GraphPool, Ops
 from draftproof.types import DraftSpec, StepFeatures
 
 T = TypeVar("T")
 # decode: a whole step of decoding requests; forward: layout and model of a step with prompts;
-# verify: everything after the forward pass; draft: a proposer's drafts
-GraphKind = Literal["decode", "forward", "verify", "draft"]
+# verify: everything after the forward pass; draft: a proposer's drafts; the last two: the logprob pass of a
+# step, where it is apart from the step
+GraphKind = Literal["decode", "forward", "verify", "draft", "decode logprobs", "verify logprobs"]
 
 
 class GraphKey(NamedTuple):  # hashed in every step: a dataclass would take ten times as long
@@ -32,7 +33,7 @@ class GraphTask(NamedTuple, Generic[T]):
 
     key: GraphKey
     function: Callable[[], T]
-    own_pool: bool = False  # in a memory pool apart from that of the steps
+    pool: GraphPool = GraphPool.STEP
 
 
 class GraphCache:
@@ -44,20 +45,26 @@ class GraphCache:
         self._ops = ops
         self._load_empty_plan = load_empty_plan
         self.captured: dict[GraphKey, Callable[[], Any]] = {}
+        self._failed: set[GraphKey] = set()
 
     def get(self, task: GraphTask[T]) -> Callable[[], T]:
         """Return the captured function of a task, or the function itself if graphs are off."""
-        key, function, own_pool = task
+        key, function, pool = task
         if not self.enabled:
             return function
         graph = self.captured.get(key)
         if graph is None:
             self._load_empty_plan()
             try:
-                graph = self._ops.runtime.graph(function, own_pool)
+                graph = self._ops.runtime.graph(function, pool)
             except RuntimeError as error:  # most likely out of memory; without a graph the step is slower
                 log = logging.getLogger("draftproof")
                 log.warning("graph capture of a %s step failed, it runs op by op: %s", key.kind, error)
                 graph = function
+                self._failed.add(key)
             self.captured[key] = graph
         return graph
+
+    def is_captured(self, key: GraphKey) -> bool:
+        """Return whether there is a graph of this key; its results are the same tensors in every run."""
+        return key in self.captured and key not in self._failed

@@ -6,6 +6,7 @@ packing pass is needed. The next step overwrites the parts, so the copy is queue
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftproof.engine.step.step_results import LogprobColumns
-from draftproof.ops import TokenLogprobs
+from draftproof.ops import NamedLogprobs, TokenLogprobs
 from draftproof.types import LogprobKind
 
 NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32, torch.int8: np.int8}
@@ -38,8 +39,10 @@ class HostResults(NamedTuple):
     """Results of a step as numpy arrays on the host."""
 
     table: NDArray[np.int64]  # [B, TOKENS + K + 1], see `types.Outcome`
-    logprobs: dict[LogprobKind, LogprobColumns]
-    draft_logprobs: NDArray[np.float32] | None  # [S, K]
+    logprobs: dict[LogprobKind, LogprobColumns]  # of the committed tokens
+    draft_targets: dict[LogprobKind, LogprobColumns]  # of the drafts by the target, by logits row
+    draft_tokens: NDArray[np.int64] | None  # [L] by logits row
+    draft_logprobs: NDArray[np.float32] | None  # [S, K] by the drafter
     draft_sources: NDArray[np.int8] | None  # [S, K]
 
 
@@ -53,30 +56,35 @@ class PackedResults:
         self.data = row[:0]  # [bytes] used, once the step is complete
         self._table = BufferPart((0, 0), np.int64, 0)
         self._logprobs: dict[LogprobKind, tuple[BufferPart, ...]] = {}  # fields of LogprobColumns
-        self._draft_logprobs: BufferPart | None = None
-        self._draft_sources: BufferPart | None = None
+        self._draft_targets: dict[LogprobKind, tuple[BufferPart, ...]] = {}
+        self._copies: dict[str, BufferPart] = {}  # by the field of HostResults
 
     def add_table(self, entries: int, width: int) -> Tensor:
         """Return the outcome table [entries, width] int64, to be written."""
         tensor, self._table = self._add((entries, width), torch.int64)
         return tensor
 
-    def add_logprobs(self, kind: LogprobKind, count: int, top: int) -> TokenLogprobs:
-        """Return tensors for logprobs of `count` tokens with `top` alternatives, to be written."""
-        ids, ids_part = self._add((count, top), torch.int64)
-        ranks, ranks_part = self._add((count,), torch.int64)
-        values, values_part = self._add((count, 1 + top), torch.float32)
-        self._logprobs[kind] = values_part, ids_part, ranks_part
-        return TokenLogprobs(values, ids, ranks)
+    def add_logprobs(self, kind: LogprobKind, count: int, top: int, num_named: int = 0) -> TokenLogprobs:
+        """Return tensors for logprobs of `count` tokens, `top` alternatives and named ids, to be written."""
+        found, parts = self._add_rows(count, top)
+        if num_named:
+            values, values_part = self._add((count, num_named), torch.float32)
+            ranks, ranks_part = self._add((count, num_named), torch.int64)
+            found, parts = (
+                replace(found, named=NamedLogprobs(values, ranks)),
+                (*parts, values_part, ranks_part),
+            )
+        self._logprobs[kind] = parts
+        return found
 
-    def add_draft_logprobs(self, column: Tensor) -> None:
-        """Copy `column` [S, K] fp32 into the buffer."""
-        tensor, self._draft_logprobs = self._add(tuple(column.shape), column.dtype)
-        tensor.copy_(column)
+    def add_draft_targets(self, kind: LogprobKind, count: int) -> TokenLogprobs:
+        """Return tensors for the target's logprobs of the drafts at `count` logits rows, to be written."""
+        found, self._draft_targets[kind] = self._add_rows(count, 0)
+        return found
 
-    def add_draft_sources(self, column: Tensor) -> None:
-        """Copy `column` [S, K] int8 into the buffer."""
-        tensor, self._draft_sources = self._add(tuple(column.shape), column.dtype)
+    def add_copy(self, name: str, column: Tensor) -> None:
+        """Copy `column` into the buffer, as the field `name` of `HostResults`."""
+        tensor, self._copies[name] = self._add(tuple(column.shape), column.dtype)
         tensor.copy_(column)
 
     def complete(self) -> PackedResults:
@@ -86,16 +94,20 @@ class PackedResults:
 
     def unpack(self, data: Tensor) -> HostResults:
         """Return the arrays in the host copy of `data`."""
-        row, own, sources = data.numpy(), self._draft_logprobs, self._draft_sources
-        return HostResults(
-            table=self._table.view(row),
-            logprobs={
-                kind: LogprobColumns(*(part.view(row) for part in parts))
-                for kind, parts in self._logprobs.items()
-            },
-            draft_logprobs=None if own is None else own.view(row),
-            draft_sources=None if sources is None else sources.view(row),
+        row, copies = data.numpy(), self._copies
+        logprobs, targets = (
+            {kind: LogprobColumns(*(part.view(row) for part in parts)) for kind, parts in each.items()}
+            for each in (self._logprobs, self._draft_targets)
         )
+        names = ("draft_tokens", "draft_logprobs", "draft_sources")
+        columns = [copies[name].view(row) if name in copies else None for name in names]
+        return HostResults(self._table.view(row), logprobs, targets, *columns)
+
+    def _add_rows(self, count: int, top: int) -> tuple[TokenLogprobs, tuple[BufferPart, ...]]:
+        ids, ids_part = self._add((count, top), torch.int64)
+        ranks, ranks_part = self._add((count,), torch.int64)
+        values, values_part = self._add((count, 1 + top), torch.float32)
+        return TokenLogprobs(values, ids, ranks), (values_part, ids_part, ranks_part)
 
     def _add(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, BufferPart]:
         start, size = self._end, prod(shape) * dtype.itemsize
@@ -106,10 +118,13 @@ class PackedResults:
         return self._row[start : start + size].view(dtype).view(shape), part
 
 
-def buffer_bytes(entries: int, width: int, k: int, rows: int, top: int) -> int:
-    """Return the bytes of a table, logprobs of both kinds, draft logprobs and draft sources."""
+def buffer_bytes(entries: int, width: int, k: int, rows: int, top: int, num_named: int) -> int:
+    """Return the bytes of a table, logprobs of both kinds, and what is known of drafts."""
     logprobs = _padded(8 * rows * top) + _padded(8 * rows) + _padded(4 * rows * (1 + top))
-    return _padded(8 * entries * width) + 2 * logprobs + _padded(4 * entries * k) + _padded(entries * k)
+    named = _padded(8 * rows * num_named) + _padded(4 * rows * num_named)
+    targets = PART_ALIGN_BYTES + _padded(8 * rows) + _padded(4 * rows)
+    drafts = _padded(8 * rows) + _padded(4 * entries * k) + _padded(entries * k)
+    return _padded(8 * entries * width) + 2 * (logprobs + named + targets) + drafts
 
 
 def _padded(size: int) -> int:

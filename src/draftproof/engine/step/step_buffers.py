@@ -14,7 +14,7 @@ from draftproof.engine.slots import ALIGN, Slots
 from draftproof.engine.step.result_buffer import PackedResults, buffer_bytes
 from draftproof.engine.step.step_features import LOGPROB_WIDTHS
 from draftproof.ops import Layout, Ops, Rows
-from draftproof.types import TOKENS, Outcome, PlanColumns, Windows
+from draftproof.types import MAX_NAMED_IDS, TOKENS, Outcome, PlanColumns, Windows
 
 NO_BUDGET = np.zeros(0, np.int64)
 
@@ -76,7 +76,8 @@ class StepBuffers:
         self._logits, self._picks = lines(5, max_logits), lines(2, max_logits)
         self.logits_rows = self._logits[-1]  # [max_logits] row of the step that each logits row belongs to
         self.table_width = TOKENS + k + 1
-        room = buffer_bytes(num_slots, self.table_width, k, max_logits, LOGPROB_WIDTHS[-1])
+        widths = LOGPROB_WIDTHS[-1], MAX_NAMED_IDS
+        room = buffer_bytes(num_slots, self.table_width, k, max_logits, *widths)
         self.results = torch.zeros(room, dtype=torch.uint8, device=device)
         hidden_size = hidden_row.shape[-1]
         self.picked = hidden_row.new_zeros((max_logits, hidden_size))  # hidden rows that have logits

@@ -33,6 +33,8 @@ def _features_of_one(sequence: Sequence, strategies: Many[Strategy], vocab: int)
     reads_processed = params.logprobs_mode == "processed" and has_logprobs
     reads_processed = reads_processed or strategies[sequence.strategy].needs_processed
     top = -1 if kind is LogprobKind.NONE else logprob_width(top_of(params.logprobs, vocab), vocab)
+    named = named_width(len(params.logprob_token_ids or ()))
+    draft_kind = sequence.draft_kind
     has_flags = bool(adjustments(sequence.request) & ~LogitAdjust.MASK)
     return StepFeatures(
         strategies=(sequence.strategy,),
@@ -41,7 +43,10 @@ def _features_of_one(sequence: Sequence, strategies: Many[Strategy], vocab: int)
         needs_processed=not params.greedy and (truncates or reads_processed),
         raw_top=top if kind is LogprobKind.RAW else -1,
         processed_top=top if kind is LogprobKind.PROCESSED else -1,
-        needs_draft_logprobs=params.include_draft_logprobs,
+        raw_named=named if kind is LogprobKind.RAW else 0,
+        processed_named=named if kind is LogprobKind.PROCESSED else 0,
+        has_raw_drafts=draft_kind is LogprobKind.RAW,
+        has_processed_drafts=draft_kind is LogprobKind.PROCESSED,
     )
 
 
@@ -50,6 +55,11 @@ def _union(several: list[StepFeatures]) -> StepFeatures:
         return StepFeatures(strategies=(0,))
     strategies, *others = zip(*several, strict=True)
     return StepFeatures(tuple(sorted({number for one in strategies for number in one})), *map(max, others))
+
+
+def named_width(count: int) -> int:
+    """Return the number of named ids that a step is captured for: a power of two."""
+    return 1 << (count - 1).bit_length() if count else 0
 
 
 def logprob_width(top: int, vocab: int) -> int:

@@ -1,7 +1,7 @@
 """Results of a step: tokens, logprobs and finished requests, as columns over all requests.
 
-Only requests that finished or have logprobs from the host are handled one by one. A `StepOutput` per request
-is made from the columns when it is read. Free of torch: HTTP processes decode the same results.
+Only requests that finished or have logprobs in rows of their own are handled one by one. A `StepOutput` per
+request is made from the columns when it is read. Free of torch: HTTP processes decode the same results.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.types import (
     ENDED,
     FIRST_ROW,
+    MAX_NAMED_IDS,
     NUM_ACCEPTED,
     NUM_DRAFT,
     NUM_OUT,
@@ -47,11 +48,13 @@ class LogprobColumns:
     values: Floats32  # [N, 1 + top]: the token's own, then the best
     ids: Ints  # [N, top]
     ranks: Ints  # [N]
+    named_values: Floats32 | None = None  # [N, M]: of the ids that a request names
+    named_ranks: Ints | None = None  # [N, M]
 
 
 @dataclass(slots=True)
 class HostOutput:
-    """Results of one entry that the host computed; the columns do not hold them."""
+    """Results of one entry that the columns do not hold."""
 
     logprobs: list[LogprobRow] | None = None
     prompt_logprobs: list[LogprobRow] | None = None
@@ -163,7 +166,7 @@ class StepResults(Sequence[StepOutput]):
         tokens = self.tokens(i)
         if not tokens:
             return []
-        kind = LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
+        kind = mode_of(params)
         values, ids, ranks = self._columns[kind]
         top = top_of(params.logprobs, self.columns[kind].ids.shape[1])
         first = self._lines[i][PICK]
@@ -171,22 +174,32 @@ class StepResults(Sequence[StepOutput]):
         return LogprobRow.from_columns(values[first:end], ids[first:end], ranks[first:end], tokens, top)
 
 
-def logprob_kind_of(params: SamplingParams, vocab: int) -> LogprobKind:
-    """Return the kind of logprobs that the device computes for a request."""
-    if not params.wants_logprobs or needs_host_token_logprobs(params, vocab):
-        return LogprobKind.NONE
+def mode_of(params: SamplingParams) -> LogprobKind:
+    """Return the kind of logprobs that a request selects, if it has any."""
     return LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
 
 
-def needs_host_token_logprobs(params: SamplingParams, vocab: int) -> bool:
-    """Return whether the host computes the logprobs of a request's tokens."""
-    exceeds_device = top_of(params.logprobs, vocab) > MAX_DEVICE_TOP
-    return params.wants_logprobs and (exceeds_device or bool(params.logprob_token_ids))
+def logprob_kind_of(params: SamplingParams, vocab: int) -> LogprobKind:
+    """Return the kind of columns that hold the logprobs of a request's tokens."""
+    if not params.wants_logprobs or has_token_rows(params, vocab):
+        return LogprobKind.NONE
+    return mode_of(params)
 
 
-def needs_host_logprobs(params: SamplingParams, vocab: int) -> bool:
-    """Return whether the host computes logprobs of tokens or drafts in every step of a request."""
-    return needs_host_token_logprobs(params, vocab) or params.include_draft_logprobs
+def has_token_rows(params: SamplingParams, vocab: int) -> bool:
+    """Return whether the logprobs of a request's tokens are rows of its own."""
+    return has_long_logprobs(params, vocab) or bool(params.logprob_token_ids)
+
+
+def has_long_logprobs(params: SamplingParams, vocab: int) -> bool:
+    """Return whether the logprobs of a token are more than a step holds."""
+    num_named = len(params.logprob_token_ids or ())
+    return top_of(params.logprobs, vocab) > MAX_DEVICE_TOP or num_named > MAX_NAMED_IDS
+
+
+def has_own_rows(params: SamplingParams, vocab: int) -> bool:
+    """Return whether logprobs of tokens or drafts of a request are rows of its own in every step."""
+    return has_token_rows(params, vocab) or params.include_draft_logprobs
 
 
 def finish_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Finish | None:

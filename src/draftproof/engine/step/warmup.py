@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftproof.engine.drafting.device_proposer import MAX_FEW_ENTRIES, DraftRunner
 from draftproof.engine.sizing import sample_row_counts
-from draftproof.engine.step.device_step import DeviceStep
+from draftproof.engine.step.device_step import DeviceStep, StepTensors
 from draftproof.engine.step.graph_cache import GraphTask
 from draftproof.ops import Rows
 from draftproof.types import DraftSpec, FinishStatus, PlanColumns, StepFeatures
@@ -70,14 +70,14 @@ class WarmUp:
     ) -> None:
         """Compile the kernels of `tasks` and `compile_only` in parallel, then capture `tasks`."""
         step, proposer = self._step, self._drafting.proposer
-        functions = [task.function for task in tasks]
+        functions = [_with_logprobs(task.function) for task in tasks]
         self._ops.runtime.compile(
             [step.load_empty_plan, *functions, *compile_only], partial(progress, "compiling")
         )
         self._drafting.set_proposer(proposer)  # compilation runs no kernel, so a failure there says nothing
         for done, task in enumerate(tasks):
             progress("capturing", done, len(tasks))
-            step.graphs.get(task)
+            step.capture(task)
         progress("capturing", len(tasks), len(tasks))
 
     def draft_seconds(self, sizes: Iterable[int]) -> dict[int, float]:
@@ -117,6 +117,17 @@ class WarmUp:
         torch.remainder(lines[1] * TOKEN_STRIDE, runner.model.config.vocab_size, out=lines[0])
         rows = Rows(lines[0], lines[1], lines[2], lines[3], torch.zeros_like(slots.columns.page_table))
         runner.logits(runner.forward(rows))
+
+
+def _with_logprobs(function: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that runs a step and the logprob pass that the step leaves out."""
+
+    def run() -> None:
+        tensors = function()
+        if isinstance(tensors, StepTensors) and tensors.write_logprobs is not None:
+            tensors.write_logprobs()
+
+    return run
 
 
 def captured_graphs(runner: DraftRunner, sizes: Sequence[int]) -> list[DraftGraph]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,14 @@ from draftproof.ops.contract.types import PendingCopy
 
 T = TypeVar("T")
 Forward = Callable[..., tuple[Tensor, ...]]  # called with Rows and with tensors of as many rows
+
+
+class GraphPool(IntEnum):
+    """Memory pool of captured graphs. Graphs of one pool run one at a time, in one queue."""
+
+    STEP = 0
+    DRAFT = 1
+    LOGPROB = 2
 
 
 class Runtime:
@@ -38,13 +47,21 @@ class Runtime:
         """Return the number of rows that a step of `rows` is padded to, so that few sizes are captured."""
         return rows
 
-    def graph(self, function: Callable[[], T], own_pool: bool = False) -> Callable[[], T]:
+    def graph(self, function: Callable[[], T], pool: GraphPool = GraphPool.STEP) -> Callable[[], T]:
         """Return `function`, which reads and writes static tensors, in a form that is fast to repeat.
 
-        `function` may run during this call. The result of a graph is valid until another graph runs that was
-        captured with the same `own_pool`.
+        `function` may run during this call. The result of a graph is valid until another graph of the same
+        pool runs.
         """
         return function
+
+    def run_beside(self, graph: Callable[[], object]) -> Callable[[], object]:
+        """Run a captured graph beside graphs of other pools; return the call that ends this.
+
+        What is queued behind that call begins after the graph. Here the graph runs at once.
+        """
+        graph()
+        return lambda: None
 
     def run_parallel(self, function: Callable[[], T]) -> Callable[[], T]:
         """Run `function` beside the ops that follow, until its result is called for; in a graph only."""

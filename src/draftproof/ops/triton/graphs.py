@@ -1,9 +1,9 @@
 """CUDA graphs of steps, and copies between host and device without waiting.
 
 A graph is captured from a function of static tensors, one per size and kind of step. Unused rows are padding
-with slot -1: they store nothing and attend to nothing, and every other op works row by row. Graphs share two
-memory pools: they run one at a time, in one queue, and the result of a graph is valid until the next graph of
-its pool runs.
+with slot -1: they store nothing and attend to nothing, and every other op works row by row. Graphs share a
+memory pool for each `GraphPool`: those of one pool run one at a time, in one queue, and the result of a graph
+is valid until the next graph of its pool runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.memory import TensorMemory
-from draftproof.ops.contract.runtime import Runtime
+from draftproof.ops.contract.runtime import GraphPool, Runtime
 from draftproof.ops.contract.types import PendingCopy
 from draftproof.ops.triton.compile_ahead import compile_ahead
 from draftproof.ops.triton.gemm.autotune import TileTuner
@@ -55,7 +55,7 @@ class TritonRuntime(Runtime):
     def open_queue(self) -> None:
         """Create the streams, memory pools and staging buffers."""
         if self.cuda:
-            self._pools = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+            self._pools = [torch.cuda.graph_pool_handle() for _ in GraphPool]
             self._side, self._forked = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
             self._stages, self._here = Stages(), torch.cuda.current_stream(self.device)
 
@@ -76,7 +76,7 @@ class TritonRuntime(Runtime):
     def bucket(self, rows: int) -> int:
         return bucket_of(rows) if self.cuda else rows
 
-    def graph(self, function: Callable[[], T], own_pool: bool = False) -> Callable[[], T]:
+    def graph(self, function: Callable[[], T], pool: GraphPool = GraphPool.STEP) -> Callable[[], T]:
         if not self.cuda:
             return function
         here = torch.cuda.current_stream()
@@ -89,7 +89,7 @@ class TritonRuntime(Runtime):
         with (
             _no_collection(),
             torch.cuda.graph(
-                graph, pool=self._pools[own_pool], stream=self._side, capture_error_mode="thread_local"
+                graph, pool=self._pools[pool], stream=self._side, capture_error_mode="thread_local"
             ),
         ):
             out = function()
@@ -117,6 +117,15 @@ class TritonRuntime(Runtime):
             return result
 
         return joined
+
+    def run_beside(self, graph: Callable[[], object]) -> Callable[[], object]:
+        if not self.cuda:
+            return super().run_beside(graph)
+        here, beside = self._stream, self._forked
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            graph()
+        return lambda: here.wait_stream(beside)
 
     def seconds(self, function: Callable[[], object], times: int = 5) -> float:
         if not self.cuda:

@@ -14,8 +14,8 @@ from draftproof.engine.step.step_results import (
     HostOutput,
     LogprobColumns,
     StepResults,
+    has_token_rows,
     logprob_kind_of,
-    needs_host_token_logprobs,
 )
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, Timings
@@ -130,7 +130,7 @@ class ReceivedGroup:
             at=at,
             kinds=kinds,
             max_top=max_top,
-            host_logprobs=[i for i, request in pairs if needs_host_token_logprobs(request.params, vocab)],
+            host_logprobs=[i for i, request in pairs if has_token_rows(request.params, vocab)],
             wants_drafts=[i for i, request in pairs if request.params.include_draft_logprobs],
             wants_embedding=[i for i, request in pairs if request.pooling is not None],
         )
