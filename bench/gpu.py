@@ -8,6 +8,7 @@
 --shape: dummy weights in the shape of a public model, made without a download.
 bits, control: exactness, see `common/gpu_exactness.py`. logprobs: their cost, see `common/gpu_logprobs.py`.
 speed: tokens a second of `LLM.generate`, prefill and detokenisation included, sides in turn.
+drafters: cost of all logprobs beside each proposer, `--drafter-seconds`, with `--head` and `--draft-model`.
 fast: numerics="fast" against "exact". floor: limit by memory bandwidth. profile: time of a step by kernel.
 kv: step time of decoding at a long context by kv_cache_dtype, `--kv-context` tokens, `--kv-batch` requests.
 transformers: its speed and its logits, on the same weights.
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 from common.gpu_engine import SETTINGS, Bench, decoding, heat, kernels_of, params_of, steps_of, timed
 from common.gpu_exactness import bits, control
-from common.gpu_logprobs import logprobs
+from common.gpu_logprobs import drafters, logprobs
 from common.measure import finish
 from common.shapes import SHAPES, write_shape
 
@@ -224,7 +225,8 @@ def transformers(bench: Bench) -> dict[str, Any]:
 
 
 PARTS = {
-    f.__name__: f for f in (bits, control, speed, logprobs, fast, floor, profile, kv, transformers, experts)
+    f.__name__: f
+    for f in (bits, control, speed, logprobs, drafters, fast, floor, profile, kv, transformers, experts)
 }
 
 
@@ -252,6 +254,9 @@ def main() -> None:
     parser.add_argument("--kv-batch", type=int, default=16, help="of the part kv")
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--logprob-seconds", type=float, default=100, help="of the part logprobs")
+    parser.add_argument("--drafter-seconds", type=float, default=200, help="of the part drafters")
+    parser.add_argument("--head", help="drafters: a head's folder; default: the one shipped for the model")
+    parser.add_argument("--draft-model", help="drafters: default: the model itself")
     parser.add_argument("--save", type=Path, help="write the figures after every part")
     options = parser.parse_args()
     if options.shape:

@@ -1,14 +1,18 @@
-"""Cost of logprobs in `LLM.generate`, plain and with drafts.
+"""Cost of logprobs in `LLM.generate`, plain and with drafts of each proposer.
 
-Bars: 0 and 5 within 3 % of none, 20 within 5 %. The speed of a machine varies by more than that, so sides are
-compared within short rounds only: every side has its turn in each, in another order than in the one before,
-and its speed is divided by that of the side without logprobs. Median, minimum and maximum are reported. The
-state of the draft policy is the same at the start of every turn and does not change, so that all sides make
-the same drafts, which `alike` checks.
+Bars of `logprobs`: 0 and 5 within 3 % of none, 20 within 5 %. `drafters` measures n-gram drafts, a head, a
+draft model and a hybrid, each in an engine of its own: 0, 5, 20, draft logprobs and 8 named ids within 3 % of
+none, and as much where one request of the batch has all of them.
+
+The speed of a machine varies by more than that, so sides are compared within short rounds only: every side
+has its turn in each, in another order than in the one before, and its speed is divided by that of the side
+without logprobs. Median, minimum and maximum are reported. The state of the draft policy is the same at the
+start of every turn and does not change, so that all sides make the same drafts, which `alike` checks.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from copy import deepcopy
@@ -18,10 +22,17 @@ from typing import Any
 import torch
 from common.gpu_engine import SETTINGS, Bench, heat, kernels_of, params_of, timed
 
-from draftproof import LLM
+from draftproof import LLM, SamplingParams
 
-BARS = {0: 0.97, 5: 0.97, 20: 0.95}
-SIDES = (None, *BARS)
+BARS = {"0": 0.97, "5": 0.97, "20": 0.95}
+TOPS: dict[str, int | None] = {"none": None, "0": 0, "5": 5, "20": 20}
+SIDES: dict[str, dict[str, Any]] = {name: {"logprobs": top} for name, top in TOPS.items()}
+NAMED = {"logprob_token_ids": list(range(100, 900, 100))}
+DRAFTS = {"logprobs": 0, "include_draft_logprobs": True}
+DRAFTER_SIDES = {**SIDES, "drafts": DRAFTS, "named": NAMED}
+ONE_REQUEST = "one request"  # side: the first request has everything, the others have no logprobs
+DRAFTER_BARS = dict.fromkeys((*BARS, "drafts", "named", ONE_REQUEST), 0.97)
+DRAFTER_TOKENS = 96  # of an output: short turns, since four engines share the time
 LEAST = 4  # rounds
 WEIGHTS = {1: 1.0, 8: 1.0, 64: 1.7, 256: 2.6}  # of the time: a large batch takes longer for a round
 
@@ -61,39 +72,83 @@ def logprobs(bench: Bench) -> dict[str, Any]:
 
 
 def cost(bench: Bench, batch: int, changes: dict[str, Any], seconds: float) -> dict[str, Any]:
-    llm, prompts = bench.llm(), bench.prompts("chat", batch)
+    count = bench.options.tokens
+    sides = {name: params_of(batch, count, **side, **changes) for name, side in SIDES.items()}
+    return ratios_of(bench.llm(), bench.prompts("chat", batch), sides, BARS, seconds, LEAST)
+
+
+def ratios_of(
+    llm: LLM,
+    prompts: list[list[int]],
+    sides: dict[str, list[SamplingParams]],
+    bars: dict[str, float],
+    seconds: float,
+    least: int,
+) -> dict[str, Any]:
+    """Measure all sides in turn, at least `least` rounds; return their speeds over that of "none"."""
     heat()
-    until = time.monotonic() + seconds
-
-    def turn(top: int | None) -> dict[str, float]:
-        params = params_of(batch, bench.options.tokens, logprobs=top, **changes)
-        return timed(llm, prompts, params)
-
+    until, names = time.monotonic() + seconds, list(sides)
     for _ in range(2):
-        turn(None)  # it learns what steps cost
+        timed(llm, prompts, sides["none"])  # it learns what steps cost
     held, rounds = Held(llm), []
-    for top in SIDES:  # steps that are met for the first time are captured
+    for name in names:  # steps that are met for the first time are captured
         held.put_back()
-        turn(top)
-    while len(rounds) < LEAST or time.monotonic() < until:
-        first = len(rounds) % len(SIDES)
+        timed(llm, prompts, sides[name])
+    while len(rounds) < least or time.monotonic() < until:
+        first = len(rounds) % len(names)
         one = {}
-        for top in SIDES[first:] + SIDES[:first]:
+        for name in names[first:] + names[:first]:
             held.put_back()
-            one[top] = turn(top)
+            one[name] = timed(llm, prompts, sides[name])
         rounds.append(one)
     held.release()
     found: dict[str, Any] = {
         "rounds": len(rounds),
-        "none": round(statistics.median(one[None]["tok/s"] for one in rounds), 1),
-        "alike": len({one[top]["acceptance length"] for one in rounds for top in SIDES}) == 1,
-        "acceptance length": round(rounds[0][None]["acceptance length"], 3),
+        "none": round(statistics.median(one["none"]["tok/s"] for one in rounds), 1),
+        "alike": len({one[name]["acceptance length"] for one in rounds for name in names}) == 1,
+        "acceptance length": round(rounds[0]["none"]["acceptance length"], 3),
     }
-    for top in BARS:
-        ratios = sorted(one[top]["tok/s"] / one[None]["tok/s"] for one in rounds)
-        found[str(top)] = [round(x, 4) for x in (statistics.median(ratios), ratios[0], ratios[-1])]
-    found["within bars"] = all(found[str(top)][0] >= bar for top, bar in BARS.items())
+    for name in bars:
+        ratios = sorted(one[name]["tok/s"] / one["none"]["tok/s"] for one in rounds)
+        found[name] = [round(x, 4) for x in (statistics.median(ratios), ratios[0], ratios[-1])]
+    found["within bars"] = all(found[name][0] >= bar for name, bar in bars.items())
     return found
+
+
+def drafters(bench: Bench) -> dict[str, Any]:
+    """Measure the cost of all logprobs beside each proposer; proposers without time left are named."""
+    options, out = bench.options, {}
+    until = time.monotonic() + options.drafter_seconds
+    for number, (name, more) in enumerate(proposers_of(options).items()):
+        if bench.late or time.monotonic() > until:
+            out[name] = "no time left"
+            continue
+        llm = bench.llm(name, speculative_config={"num_speculative_tokens": 4, **more})
+        share = (until - time.monotonic()) / (4 - number) / len(options.batches)
+        for batch in options.batches:
+            sides = {
+                side: params_of(batch, DRAFTER_TOKENS, **changes) for side, changes in DRAFTER_SIDES.items()
+            }
+            one = params_of(1, DRAFTER_TOKENS, include_draft_logprobs=True, prompt_logprobs=0, **NAMED)
+            sides[ONE_REQUEST] = one + sides["none"][1:]
+            prompts = bench.prompts("chat", batch)
+            found = out[f"{name} {batch}"] = ratios_of(llm, prompts, sides, DRAFTER_BARS, share, 2)
+            print(f"drafters, {name} {batch}:", found, flush=True)
+    bench.drop()
+    cells = [found for found in out.values() if isinstance(found, dict)]
+    out["within bars"] = bool(cells) and all(found["within bars"] for found in cells)
+    return out
+
+
+def proposers_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the speculative_config of each proposer; without --draft-model the model drafts for itself."""
+    head = {"method": "eagle3", **({"model": options.head} if options.head else {})}
+    return {
+        "ngram": {"method": "ngram"},
+        "head": head,
+        "draft_model": {"method": "draft_model", "model": options.draft_model or options.model},
+        "hybrid": {"method": "hybrid", "proposers": [head, {"method": "suffix"}]},
+    }
 
 
 def kernels(bench: Bench) -> dict[str, dict[str, float]]:
@@ -101,7 +156,7 @@ def kernels(bench: Bench) -> dict[str, dict[str, float]]:
     llm, out = bench.llm(), {}
     for batch in bench.options.batches[-2:]:
         prompts = bench.prompts("chat", batch)
-        for top in SIDES:
+        for top in TOPS.values():
             found = kernels_of(llm, prompts, params_of(batch, 512, speculative=False, logprobs=top))
             out[f"{batch}, logprobs={top}"] = {
                 "step us": found["step us"],
