@@ -94,7 +94,7 @@ def test_arrival_that_needs_the_host_is_exact(spec, option, when):
 
 @pytest.mark.parametrize(("spec", "option", "when"), [tuple(case.values()) for case in LOGPROB_ARRIVALS])
 def test_arrival_with_any_logprobs_keeps_overlap(spec, option, when):
-    """As many steps overlap as with a plain request, and no step waits."""
+    """Overlap as many steps as with a plain request, and wait for none."""
     (found, watch), (_, plain) = (serve_with_arrival(spec, each, when) for each in (option, "none"))
     assert found == []
     assert watch.check()[1] == 0 and watch.launched == plain.launched
@@ -104,7 +104,7 @@ def test_waiting_request_ends_no_overlap_without_a_free_slot():
     cases = [free(0, length=20), free(1, length=20), free(2, "processor")]
     engine = Setup().engine(FLAKY, overlap=True, max_num_seqs=2)
     watch = Watch(engine)
-    assert Batch(cases, Setup(), FLAKY, engine=engine).differences() == []
+    assert Batch(cases, Setup(), FLAKY, engine=engine, arrivals=[0, 0, 1]).differences() == []
     assert [waits for _, waits in watch.launched[:3]] == [False] * 3
     assert watch.check()[1] > 0
 
