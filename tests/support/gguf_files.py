@@ -15,10 +15,27 @@ from draftproof.models.config import ModelConfig
 from draftproof.models.expected_tensors import dummy_tensors
 
 NAMES = {
-    "model.embed_tokens.": "token_embd.",
+    ".embed_tokens.": ".nextn.embed_tokens.",
+    ".shared_head.": ".nextn.shared_head_",
+    ".eh_proj.": ".nextn.eh_proj.",
+    ".enorm.": ".nextn.enorm.",
+    ".hnorm.": ".nextn.hnorm.",
+    "model.nextn.embed_tokens.": "token_embd.",
     "model.norm.": "output_norm.",
     "lm_head.": "output.",
     "model.layers.": "blk.",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.router.": "ffn_gate_inp.",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_proj": "attn_q",
@@ -48,7 +65,7 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
     "input_layernorm": "attn_norm",
 }
-CAN_QUANTISE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16")
+CAN_QUANTISE = ("MXFP4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16")
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 
 
@@ -57,12 +74,21 @@ AFTER_BLOCKS = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GLM4_NORMS = {
+    "post_attention_layernorm": "ffn_norm",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
+# architectures without a norm that llama.cpp names `ffn_norm`
+NAMES_ALL_NORMS = ("glm4moe", "gpt-oss")
 # architectures whose files hold rotary pairs as adjacent rows of q and k
 PERMUTED = ("llama", "mistral", "granite", "smollm3", "ernie4_5", "ernie4_5-moe")
 
 
-def gguf_name(name: str, names_all_norms: bool = False) -> str:
-    for old, new in (AFTER_BLOCKS if names_all_norms else {}).items():
+def gguf_name(name: str, arch: str = "", config: ModelConfig | None = None) -> str:
+    has_more_norms = config is not None and bool(config.norms.mlp_output)
+    norms = AFTER_BLOCKS if has_more_norms or arch in NAMES_ALL_NORMS else {}
+    for old, new in (GLM4_NORMS if arch == "glm4" else norms).items():
         name = name.replace(old, new)
     for old, new in NAMES.items():
         name = name.replace(old, new)
@@ -100,6 +126,22 @@ def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         stacked.setdefault(re.sub(r"experts\.\d+\.", "experts.0.", name), []).append(tensor)
     return {name: torch.stack(parts) if ".experts." in name else parts[0] for name, parts in stacked.items()}
+
+
+def split_latent_up(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Split `kv_b_proj` into keys, transposed, and values, head by head, as convert_hf_to_gguf.py does."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("kv_b_proj.weight"):
+            found[name] = tensor
+            continue
+        latent = config.latent
+        assert latent is not None
+        heads = tensor.view(config.num_heads, latent.nope_dim + latent.value_dim, latent.kv_rank)
+        key, value = heads.split([latent.nope_dim, latent.value_dim], dim=1)
+        found[name.replace("kv_b_proj", "k_b_proj")] = key.transpose(1, 2).contiguous()
+        found[name.replace("kv_b_proj", "v_b_proj")] = value.contiguous()
+    return found
 
 
 def write_gguf(
@@ -152,7 +194,7 @@ def write_gguf(
             values = interleave(values, config.num_heads)
         if arch in PERMUTED and ".k_proj." in name:
             values = interleave(values, config.num_kv_heads)
-        stored_name = gguf_name(name, bool(config.norms.mlp_output) or arch == "glm4moe")
+        stored_name = gguf_name(name, arch, config)
         if "exp_probs_b" in stored_name:
             values = values.flatten()
         matrix = values.ndim > 1

@@ -17,8 +17,9 @@ from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, read_json
 from draftproof.models.draft_head.config import LAYER_SIZES, DraftHeadConfig, TargetIdentity
 from draftproof.models.draft_head.mtp_forms import declared_mtp_layers, find_form
-from draftproof.models.draft_head.native import read_native_mtp
+from draftproof.models.draft_head.native import read_gguf_mtp, read_native_mtp
 from draftproof.models.expected_tensors import check_shapes, split_draft_tensors
+from draftproof.models.gguf.file import is_gguf
 from draftproof.models.hub import find_model
 from draftproof.models.registry import config_from_hf
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
@@ -60,6 +61,8 @@ _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 def read_draft_head(where: str | Path, num_layers: int) -> tuple[DraftHeadConfig, dict[str, WeightTensor]]:
     """Read a draft head of a target with `num_layers` layers, from its own folder or that of its target."""
     folder = find_model(str(where), progress=False)
+    if folder.is_file() and is_gguf(folder):
+        return read_gguf_mtp(folder)
     if not folder.is_dir() or not (folder / "config.json").exists():
         raise LoadError(f"{where}: a head is a folder with config.json and a safetensors file")
     raw = read_json(folder / "config.json")

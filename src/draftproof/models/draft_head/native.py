@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from draftproof.models.draft_head.mtp_forms import (
     find_form,
 )
 from draftproof.models.expected_tensors import split_draft_tensors
+from draftproof.models.gguf.dense import config_from_gguf, gguf_weights, num_mtp_layers, stored_names
+from draftproof.models.gguf.file import read_gguf
 from draftproof.models.quantized.config import parse_quantization
 from draftproof.models.quantized.read import read_stored
 from draftproof.models.registry import config_from_hf, expected_tensors
@@ -62,12 +64,39 @@ def read_native_mtp(
         if not form.norm:
             named["norm.weight"] = FloatWeight(model[MODEL_NORM])
         chain.append(named)
+    return _chained(form, extended, chain)
+
+
+def _chained(
+    form: MtpForm, extended: ModelConfig, chain: Sequence[Mapping[str, WeightTensor]]
+) -> tuple[DraftHeadConfig, dict[str, WeightTensor]]:
+    """Return the configuration and the weights of a chain of layers."""
     if any(named.keys() != chain[0].keys() for named in chain):
         raise LoadError(
             "its MTP layers differ: all or none must have an embedding and an LM head of their own"
         )
-    config = replace(_config(form, extended, chain[0]), chain_length=count)
+    config = replace(_config(form, extended, chain[0]), chain_length=len(chain))
     return config, {chain_prefix(i) + name: w for i, named in enumerate(chain) for name, w in named.items()}
+
+
+def read_gguf_mtp(path: Path) -> tuple[DraftHeadConfig, dict[str, WeightTensor]]:
+    """Read the MTP layers of a GGUF file, whose matrices stay in its blocks."""
+    file, form = read_gguf(path), MTP_FORMS["deepseek"]
+    target, count = config_from_gguf(file), num_mtp_layers(file)
+    extended, stored = target.with_next_layers(1), stored_names(file, target, mtp=True)
+    if not count or not stored:
+        raise LoadError(
+            f"{path}: its metadata name {count} MTP layer(s), and the file holds no tensor of one "
+            f"(such as blk.{target.num_layers}.nextn.eh_proj.weight); {WITHOUT_MTP}"
+        )
+    layers = [_expected(form, extended, target.num_layers, stored, i) for i in range(count)]
+    expected = {name: shape for shapes in layers for name, shape in shapes.items()}
+    weights = gguf_weights(file, target, torch.float32, mtp=expected)
+    named = [
+        _rename({name: weights[name] for name in shapes}, form, target.num_layers, i)
+        for i, shapes in enumerate(layers)
+    ]
+    return _chained(form, extended, named)
 
 
 def has_mtp_tensors(source: Path) -> bool:
@@ -104,7 +133,7 @@ def _reason(raw: Mapping[str, Any], draft: Mapping[str, Tensor], num_layers: int
 
 
 def _expected(
-    form: MtpForm, extended: ModelConfig, num_layers: int, stored: Mapping[str, Tensor], index: int
+    form: MtpForm, extended: ModelConfig, num_layers: int, stored: Container[str], index: int
 ) -> dict[str, tuple[int, ...]]:
     """Return stored name -> shape of one layer's tensors; copies of embedding and LM head are optional."""
     hidden, vocab = extended.hidden_size, extended.vocab_size

@@ -1,10 +1,10 @@
-"""GGUF files of dense decoders: metadata to ModelConfig, tensors to Hugging Face names."""
+"""GGUF files of decoders: metadata to ModelConfig, tensors to Hugging Face names."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import LoadError
-from draftproof.models.config import ModelConfig, RopeScaling, check_num_layers
+from draftproof.models.config import LayerNorms, ModelConfig, check_num_layers
 from draftproof.models.expected_tensors import check_shapes
 from draftproof.models.families.dense import DENSE_FAMILIES, DenseFamily
 from draftproof.models.families.moe import keeps_stored_dtype
-from draftproof.models.gguf.experts import MOE_ARCHITECTURES, expert_tensors, moe_from_gguf
-from draftproof.models.gguf.file import TYPES, GGUFFile, TensorInfo, check_types, dequantize, end_token_ids
+from draftproof.models.gguf.experts import expert_tensors, moe_architecture, moe_from_gguf
+from draftproof.models.gguf.file import TYPES, GGUFFile, TensorInfo, check_types, end_token_ids
+from draftproof.models.gguf.layouts import LatentUp, join_latent_up, read_tensor, split_fused_rows
+from draftproof.models.gguf.rope import ROPE_TENSORS, latent_from_gguf, rope_from_gguf, short_float
 from draftproof.models.gguf.weights import GGUFMapping, GGUFWeight, has_blocks
 from draftproof.models.hf_config import ACTIVATIONS, no_rope_layers
 from draftproof.models.registry import expected_tensors
@@ -40,17 +42,19 @@ GGUF_ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",
 }
 # llama.cpp stores q and k of these as adjacent rotary pairs; the rope kernels rotate halves.
-_INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ernie4_5", "ernie4_5-moe")
-_WINDOWED = ("llama", "mistral", "gemma3")
+_INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ernie4_5", "ernie4_5-moe", "glm4")
+_WINDOWED = ("llama", "mistral", "gemma3", "phi3", "gpt-oss")
 GEMMA3_27B_LAYERS = 62  # its queries have another scale, which files do not have; llama.cpp has the same rule
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -60,12 +64,27 @@ _BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
 }
-_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_NEXTN = {  # of an MTP layer
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+|nextn\.\w+)\.(weight|bias)")
 _BLOCK_NUMBER = re.compile(r"blk\.(\d+)\.")
-_ROPE_FREQS = "rope_freqs.weight"
+_NORMS = LayerNorms()
+_SINKS = "attn_sinks"  # without a suffix in checkpoints
 # field of `ModelConfig` -> key of the metadata
 _SCALES = {
     "logit_scale": "logit_scale",
@@ -105,54 +124,70 @@ def _config(file: GGUFFile) -> ModelConfig:
         return value
 
     heads, hidden = need("attention.head_count"), need("embedding_length")
-    # MTP layers are stored as further blocks, which are not read
-    layers = check_num_layers(need("block_count") - meta.get(f"{arch}.nextn_predict_layers", 0))
+    layers = check_num_layers(need("block_count") - num_mtp_layers(file))  # MTP layers are further blocks
     has_kv = f"{arch}.attention.head_count_kv" in meta
+    family = DENSE_FAMILIES[GGUF_ARCHITECTURES[arch]]
+    latent = latent_from_gguf(meta, arch, need) if family.latent else None
     head_dim = int(meta.get(f"{arch}.attention.key_length", hidden // heads))
-    if meta.get(f"{arch}.attention.value_length", head_dim) != head_dim:
+    if latent is not None:
+        head_dim = int(need("rope.dimension_count"))
+    elif meta.get(f"{arch}.attention.value_length", head_dim) != head_dim:
         raise LoadError("values of another size than keys are not supported")
     if "token_embd.weight" not in file.tensors:
         raise LoadError("missing token_embd.weight: is this a model, or an adapter or a projector?")
-    family = DENSE_FAMILIES[GGUF_ARCHITECTURES[arch]]
     rotary = int(meta.get(f"{arch}.rope.dimension_count", head_dim))
     if rotary != head_dim and family.rotary_factor is None:
         raise LoadError("partial rotary embeddings are not supported")
     moe = moe_from_gguf(file, arch, layers, need)
     tokens, rows = meta.get("tokenizer.ggml.tokens", ()), file.tensors["token_embd.weight"].shape[0]
     return ModelConfig(
-        architecture=GGUF_ARCHITECTURES[arch] if moe is None else MOE_ARCHITECTURES[arch],
+        architecture=GGUF_ARCHITECTURES[arch] if moe is None else moe_architecture(arch, moe),
         vocab_size=int(meta.get(f"{arch}.vocab_size") or len(tokens) or rows),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=need("attention.head_count_kv") if has_kv else heads,
+        num_kv_heads=need("attention.head_count_kv") if has_kv and latent is None else heads,
         head_dim=head_dim,
         intermediate_size=need("feed_forward_length"),
         moe=moe,
-        norm_eps=_short(need("attention.layer_norm_rms_epsilon")),
+        latent=latent,
+        norm_eps=short_float(need("attention.layer_norm_rms_epsilon")),
         rope_theta=float(meta.get(f"{arch}.rope.freq_base", 10000.0)),
-        rope_scaling=_rope(file, arch),
+        rope_scaling=rope_from_gguf(file, arch),
         rope_interleaved=family.rope_interleaved,
         partial_rotary_dim=0 if rotary == head_dim else rotary,
         local_rope_theta=_local_rope_theta(meta, arch, family),
         max_position=need("context_length"),
         tie_embeddings="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in file.tensors and not family.qk_row_norm,
-        qk_row_norm=family.qk_row_norm,
+        **_parts(file, family),
+        has_sinks=family.has_sinks,
         norms=family.norms,
         norm_offset=family.norm_offset,  # files hold the sum
-        activation=ACTIVATIONS[family.activation],
+        activation=family.fixed_activation or ACTIVATIONS[family.activation],
         no_rope_layers=no_rope_layers({}, family, layers),
         **_scales(meta, arch, family),
         **_gemma3_scales(family, layers, hidden, heads, head_dim),
         windows=_windows(meta, arch, layers, family),
         bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=end_token_ids(meta),
+        mtp_source=str(file.path) if num_mtp_layers(file) else "",
         dtype=_stored_dtype(file),
     )
+
+
+def _parts(file: GGUFFile, family: DenseFamily) -> dict[str, Any]:
+    """Return which biases and norms of q and k the layers have."""
+
+    def has(name: str) -> bool:
+        return f"blk.0.{name}" in file.tensors
+
+    return {
+        "qkv_bias": has("attn_q.bias") or has("attn_qkv.bias"),
+        "o_bias": has("attn_output.bias"),
+        "mlp_bias": has("ffn_down.bias") or has("ffn_down_exps.bias"),
+        "qk_norm": has("attn_q_norm.weight") and not family.qk_row_norm,
+        "qk_row_norm": family.qk_row_norm,
+    }
 
 
 def _check_supported(meta: dict[str, Any], arch: str) -> None:
@@ -175,7 +210,7 @@ def _scales(meta: dict[str, Any], arch: str, family: DenseFamily) -> dict[str, A
     """Return the multipliers of the family; llama.cpp divides logits by its `logit_scale`."""
     if not family.has_multipliers:
         return {}
-    found = {name: _short(meta.get(f"{arch}.{key}") or 1.0) for name, key in _SCALES.items()}
+    found = {name: short_float(meta.get(f"{arch}.{key}") or 1.0) for name, key in _SCALES.items()}
     if not meta.get(f"{arch}.attention.scale"):
         del found["attention_scale"]
     return found | {"logit_scale": 1.0 / found["logit_scale"]}
@@ -196,38 +231,6 @@ def _local_rope_theta(meta: dict[str, Any], arch: str, family: DenseFamily) -> f
     if family.local_rope_theta is None:
         return None
     return float(meta.get(f"{arch}.rope.freq_base_swa", family.local_rope_theta))
-
-
-def _short(value: float) -> float:
-    """Return the shortest decimal with the same fp32 bits: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
-
-
-def _rope(file: GGUFFile, arch: str) -> RopeScaling:
-    meta = file.metadata
-    kind = meta.get(f"{arch}.rope.scaling.type", "linear")  # llama.cpp's default
-    old_key = meta.get(f"{arch}.rope.scale_linear", 1.0)
-    factor = float(meta.get(f"{arch}.rope.scaling.factor", old_key))
-    if _ROPE_FREQS in file.tensors:
-        # Llama 3.1 and later: llama.cpp stores the result of the llama3 rule, not its parameters.
-        if kind != "none" and factor not in (0.0, 1.0):
-            raise LoadError(f"rope_freqs together with {kind} rope scaling is not supported")
-        info = file.tensors[_ROPE_FREQS]
-        raw = np.memmap(file.path, dtype=np.uint8, mode="r")
-        factors = tuple(dequantize(raw, info).flatten().tolist())
-        return RopeScaling() if set(factors) == {1.0} else RopeScaling("factors", factors=factors)
-    if kind == "none" or factor in (0.0, 1.0):
-        return RopeScaling()
-    if kind == "linear":
-        return RopeScaling("linear", factor)
-    if kind == "yarn":
-        prefix = f"{arch}.rope.scaling."
-        extra = [k for k in meta if k.startswith(prefix + "yarn") or k == prefix + "attn_factor"]
-        if extra:
-            raise LoadError(f"yarn with {', '.join(extra)} is not supported")
-        original = meta.get(prefix + "original_context_length", meta[f"{arch}.context_length"])
-        return RopeScaling("yarn", factor, original_max_position=int(original))
-    raise LoadError(f"rope scaling {kind!r} is not supported; supported: linear, yarn, rope_freqs")
 
 
 def _windows(meta: dict[str, Any], arch: str, layers: int, family: DenseFamily) -> tuple[int, ...]:
@@ -251,23 +254,47 @@ def _stored_dtype(file: GGUFFile) -> str:
     return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(name, name.lower())
 
 
-def hf_name(name: str, mlp_norm: str = _BLOCK["ffn_norm"]) -> str | None:
-    """Return the Hugging Face name of a llama.cpp tensor, or None; `mlp_norm`: of the norm before the MLP."""
+def hf_name(name: str, norms: LayerNorms = _NORMS) -> str | None:
+    """Return the Hugging Face name of a llama.cpp tensor, or None; `norms`: names of the norms of a layer."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP and kind == "weight":
         return f"{_TOP[stem]}.weight"
     match = _BLOCK_NAME.fullmatch(name)
-    if match and match[2] in _BLOCK:
-        part = mlp_norm if match[2] == "ffn_norm" else _BLOCK[match[2]]
-        return f"model.layers.{match[1]}.{part}.{match[3]}"
-    return None
+    if match is None:
+        return None
+    layer = f"model.layers.{match[1]}."
+    if match[2] == _SINKS:
+        return f"{layer}self_attn.sinks"
+    norm_names = {
+        "attn_norm": norms.attention,
+        "post_attention_norm": norms.attention_output or norms.mlp,
+        "ffn_norm": norms.mlp,
+        "post_ffw_norm": norms.mlp_output,
+    }
+    part = _BLOCK.get(match[2]) or _NEXTN.get(match[2]) or norm_names.get(match[2])
+    return f"{layer}{part}.{match[3]}" if part else None
+
+
+def num_mtp_layers(file: GGUFFile) -> int:
+    """Return the number of MTP layers that the metadata name."""
+    arch = file.metadata["general.architecture"]
+    return int(file.metadata.get(f"{arch}.nextn_predict_layers") or 0)
 
 
 def _is_mtp(name: str, file: GGUFFile, config: ModelConfig) -> bool:
     """Return whether a tensor belongs to an MTP layer, which is a block after the last layer."""
     match, first = _BLOCK_NUMBER.match(name), config.num_layers
-    count = file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers", 0)
-    return match is not None and int(match[1]) in range(first, first + count)
+    return match is not None and int(match[1]) in range(first, first + num_mtp_layers(file))
+
+
+def stored_names(file: GGUFFile, config: ModelConfig, mtp: bool = False) -> dict[str, TensorInfo | LatentUp]:
+    """Return Hugging Face name -> tensor of the model, or with `mtp` of its MTP layers."""
+    stored: dict[str, TensorInfo] = {}
+    for key, info in split_fused_rows(file, config).items():
+        if key not in ROPE_TENSORS and _is_mtp(key, file, config) == mtp:
+            experts = {} if config.moe is None else expert_tensors(key, info, config.moe)
+            stored |= experts or {hf_name(key, config.norms) or key: info}
+    return join_latent_up(stored)
 
 
 def gguf_tensors(
@@ -277,23 +304,30 @@ def gguf_tensors(
 
     reorder = _reorder(file, config)
 
-    def convert(name: str, raw: np.ndarray[Any, Any], info: TensorInfo) -> Tensor:
-        tensor = reorder(name, torch.from_numpy(dequantize(raw, info)))
+    def convert(name: str, raw: np.ndarray[Any, Any], info: TensorInfo | LatentUp) -> Tensor:
+        tensor = reorder(name, torch.from_numpy(read_tensor(raw, info)))
         return (tensor if keeps_stored_dtype(name, config) else tensor.to(dtype)).contiguous()
 
-    return _convert_all(file, config, convert, track)
+    return _convert_all(file, stored_names(file, config), expected_tensors(config), convert, track)
 
 
 def gguf_weights(
-    file: GGUFFile, config: ModelConfig, dtype: torch.dtype, track: Callable[..., Iterable[Any]] | None = None
+    file: GGUFFile,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    track: Callable[..., Iterable[Any]] | None = None,
+    mtp: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, WeightTensor]:
-    """Return every weight of the model: matrices left in the blocks of the file, other tensors in `dtype`."""
+    """Return every weight of the model: matrices left in the blocks of the file, other tensors in `dtype`.
+
+    `mtp`, if given, names the weights of MTP layers with their shapes, which are returned instead.
+    """
 
     mapping, reorder = GGUFMapping(file), _reorder(file, config)
 
-    def convert(name: str, raw: np.ndarray[Any, Any], info: TensorInfo) -> WeightTensor:
-        if not has_blocks(info):
-            tensor = reorder(name, torch.from_numpy(dequantize(raw, info)))
+    def convert(name: str, raw: np.ndarray[Any, Any], info: TensorInfo | LatentUp) -> WeightTensor:
+        if isinstance(info, LatentUp) or not has_blocks(info):
+            tensor = reorder(name, torch.from_numpy(read_tensor(raw, info)))
             return FloatWeight(tensor if keeps_stored_dtype(name, config) else tensor.to(dtype))
         rows = torch.arange(info.shape[0])
         moved = reorder(name, rows)
@@ -301,31 +335,27 @@ def gguf_weights(
         kind = TYPES[info.type_id][0]
         return GGUFWeight(mapping.tensor(info), kind=kind, name=info.name, mapping=mapping, order=order)
 
-    return _convert_all(file, config, convert, track)
+    expected = expected_tensors(config) if mtp is None else mtp
+    return _convert_all(file, stored_names(file, config, mtp is not None), expected, convert, track)
 
 
 def _reorder(file: GGUFFile, config: ModelConfig) -> Callable[[str, Tensor], Tensor]:
     """Return the function that puts the rows of q and k of a name into the order of the model."""
     is_interleaved = file.metadata["general.architecture"] in _INTERLEAVED
-    if not is_interleaved and config.rotary_dim == config.head_dim:
+    if config.latent is not None or (not is_interleaved and config.rotary_dim == config.head_dim):
         return lambda name, tensor: tensor
     return lambda name, tensor: qk_to_halves(name, tensor, config, is_interleaved)
 
 
 def _convert_all(
     file: GGUFFile,
-    config: ModelConfig,
-    convert: Callable[[str, np.ndarray[Any, Any], TensorInfo], T],
+    tensors: Mapping[str, TensorInfo | LatentUp],
+    expected: Mapping[str, tuple[int, ...]],
+    convert: Callable[[str, np.ndarray[Any, Any], TensorInfo | LatentUp], T],
     track: Callable[..., Iterable[Any]] | None,
 ) -> dict[str, T]:
-    """Return the converted tensors of the file in the order of the model's table, converted in threads."""
+    """Return the converted tensors of the file in the order of `expected`, converted in threads."""
     check_types(file)
-    expected = expected_tensors(config)
-    tensors: dict[str, TensorInfo] = {}
-    for key, info in file.tensors.items():
-        if key != _ROPE_FREQS and not _is_mtp(key, file, config):
-            experts = {} if config.moe is None else expert_tensors(key, info, config.moe)
-            tensors |= experts or {hf_name(key, config.norms.mlp) or key: info}
     check_shapes({name: info.shape for name, info in tensors.items()}, expected, str(file.path))
     raw = np.memmap(file.path, dtype=np.uint8, mode="r")
 
