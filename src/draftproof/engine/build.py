@@ -12,6 +12,7 @@ import torch
 
 from draftproof.config import EngineConfig
 from draftproof.engine.drafting import budget_kernels
+from draftproof.engine.drafting.expert_cost import with_expert_cost
 from draftproof.engine.drafting.policy import DraftModel, DraftPolicy
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.loop import Loop
@@ -295,6 +296,8 @@ def warm_up(parts: EngineParts, adaptive: bool, progress: Progress) -> None:
     if loop.scheduler.drafts_before_plan:  # drafts exist already when they are chosen
         draft_seconds = {}
     is_padded = parts.ops.runtime.asynchronous
+    if is_padded:  # captured steps were timed on padding, whose rows are equal
+        seconds = with_expert_cost(seconds, loop.device.runner.model.config)
     loop.policy.set_cost(StepCost(seconds, interpolate=not is_padded, draft_seconds=draft_seconds), adaptive)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from draftproof.engine.drafting.expert_cost import expected_experts, with_expert_cost
 from draftproof.engine.drafting.step_cost import MAX_PAUSES, PAUSE_FACTOR, StepCost
+from draftproof.models.config import ModelConfig, MoeConfig
+from draftproof.ops.contract.types import Routing
 
 TABLE = {1: 1.0, 8: 1.2, 16: 1.5, 32: 2.0}
 
@@ -79,3 +84,39 @@ def test_draft_seconds_are_corrected_by_steps_with_and_without_the_model() -> No
         drafting = 8 * (i // 3 % 2)
         cost.observe(8, 100, 1.2 + 0.1 + (0.4 if drafting else 0.0), drafting)
     assert cost.draft_seconds(8) == pytest.approx(0.4, abs=0.08)
+
+
+EXPERTS = ModelConfig(
+    "Qwen3MoeForCausalLM", 1000, 64, 2, 4, 2, 16, 64, moe=MoeConfig(Routing(32, 4), intermediate_size=48)
+)
+
+
+def test_expected_experts_are_those_of_random_rows() -> None:
+    draw, routing = np.random.default_rng(0), Routing(32, 4)
+    for rows in (1, 3, 12):
+        found = [
+            len({e for _ in range(rows) for e in draw.choice(32, 4, replace=False)}) for _ in range(2000)
+        ]
+        assert expected_experts(routing, rows) == pytest.approx(np.mean(found), rel=0.02)
+
+
+@pytest.mark.parametrize("is_timed_on_equal_rows", [True, False])
+def test_policy_sees_the_experts_of_sizes_that_were_never_observed(is_timed_on_equal_rows: bool) -> None:
+    """Replay steps of 1 and 4 rows of a model whose steps take the time to read their experts."""
+    sizes = (1, 2, 4, 8, 16, 32)
+    equal = dict.fromkeys(sizes, 1.0)
+    truth = with_expert_cost(equal, EXPERTS)
+    assert truth[1] == pytest.approx(1.0) and truth[32] > 2.0
+    cost = StepCost(truth if not is_timed_on_equal_rows else equal)
+    for i in range(300):
+        rows = (1, 4)[i % 2]
+        cost.observe(rows, 100, truth[rows] + 0.01, has_drafts=rows > 1)
+    found = {rows: cost.row_seconds(rows) / truth[rows] for rows in sizes}
+    if is_timed_on_equal_rows:  # the control: without the term larger steps seem cheap
+        assert found[4] == pytest.approx(1.0, rel=0.05) and found[32] < 0.7
+    else:
+        assert min(found.values()) > 0.97 and max(found.values()) < 1.03
+
+
+def test_dense_models_keep_their_timed_seconds() -> None:
+    assert with_expert_cost(TABLE, replace(EXPERTS, moe=None)) == TABLE
