@@ -1,4 +1,4 @@
-"""Times attention tiles on a GPU, Llama-8B heads: decode and verify rows at 16k and 64k, prefill chunks at 16k.
+"""Times attention tiles on a GPU, mostly of Llama-8B heads: decode and verify rows at 16k and 64k, prefill chunks at 16k.
 
     PYTHONPATH=src python bench/micro/gpu/attention_variants.py [--seconds 110] [--only decode]
 
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from op_checks import GPU, LARGE_HEADS, PAGE, randn
+from op_checks import GPU, LARGE_HEADS, PAGE, SMALL_HEADS, randn
 from op_times import BF16, micros
 from torch import Tensor
 
-from draftproof.ops import Rows
+from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention import prefill, splitkv, worklist
 from draftproof.ops.triton.attention.splitkv import SplitTile
 from draftproof.ops.triton.attention.tiles import TileConfig
@@ -32,7 +32,6 @@ from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.compile_ahead import compile_ahead
 
 MIN_CACHE_BYTES = 192 << 20  # of the caches that a graph rotates through
-HEAD_BYTES = 2 * LARGE_HEADS.num_kv * LARGE_HEADS.dim * 2  # keys and values of a token, bf16
 MEMORY_BYTES_PER_US = 4.3e6  # of a copy on an H200
 Patches = list[tuple[Any, dict[str, Any]]]  # of a variant: (module, values)
 
@@ -45,6 +44,12 @@ class Case(NamedTuple):
     slots: int
     rows: int
     context: int
+    heads: AttentionShape = LARGE_HEADS
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of all contexts, bf16."""
+        return self.slots * self.context * 2 * self.heads.num_kv * self.heads.dim * 2
 
 
 CASES = (
@@ -57,6 +62,7 @@ CASES = (
     Case("verify 16x4 at 16k", "short", 16, 4, 16384),
     Case("prefill 8192 rows, second chunk", "tall", 1, 8192, 16384),
     Case("prefill 8192 rows, first chunk", "tall", 1, 8192, 8192),
+    Case("prefill 8192 rows, SmolLM2 heads", "tall 64", 1, 8192, 8192, SMALL_HEADS),
     Case("decode 1x1 at 400", "split", 1, 1, 400),
     Case("decode 16x1 at 400", "chunked", 16, 1, 400),
 )
@@ -83,6 +89,12 @@ TALL = (
     TileConfig(64, 4, 2, span_loop=True),
 )
 
+TALL_64 = (
+    TileConfig(64, 4, 2, span_loop=True),
+    TileConfig(64, 4, 3, span_loop=True),
+    TileConfig(128, 8, 2, span_loop=True),
+)
+
 
 def variants(table: str) -> Iterator[tuple[str, Patches]]:
     """Return the variants of a table: a name and values of modules."""
@@ -97,8 +109,9 @@ def variants(table: str) -> Iterator[tuple[str, Patches]]:
                 yield f"{config}, {chunks} chunks", [(prefill, values), (worklist, {"MAX_CHUNKS": chunks})]
     else:
         name = "SHORT_TILES_96" if table == "short" else "TALL_TILES_SM90"
-        for config in SHORT if table == "short" else TALL:
-            yield str(config), [(prefill, {name: {128: config}})]
+        width = 64 if table == "tall 64" else 128
+        for config in {"short": SHORT, "tall": TALL, "tall 64": TALL_64}[table]:
+            yield str(config), [(prefill, {name: {width: config}})]
 
 
 @contextmanager
@@ -114,8 +127,8 @@ class Inputs:
     """Caches, rows and queries of a case."""
 
     def __init__(self, case: Case) -> None:
-        heads, pages = LARGE_HEADS, -(-case.context // PAGE)
-        copies = max(1, -(-MIN_CACHE_BYTES // (case.slots * case.context * HEAD_BYTES)))
+        self.heads = heads = case.heads
+        pages, copies = -(-case.context // PAGE), max(1, -(-MIN_CACHE_BYTES // case.cache_bytes))
         shape = (2, 1 + case.slots * pages, PAGE, heads.num_kv, heads.dim)
         self.caches = [
             torch.empty(shape, dtype=BF16, device=GPU).normal_(
@@ -137,7 +150,7 @@ class Inputs:
         """Return `count` launches over rotating caches."""
         caches = [self.caches[i % len(self.caches)] for i in range(count)]
         return [
-            lambda cache=cache: ops.forward.attention_into(self.q, self.rows, LARGE_HEADS, cache, self.out)  # type: ignore[misc]
+            lambda cache=cache: ops.forward.attention_into(self.q, self.rows, self.heads, cache, self.out)  # type: ignore[misc]
             for cache in caches
         ]
 
@@ -157,9 +170,9 @@ class Inputs:
 
 def floor_us(case: Case) -> float:
     """Return the time of reading all keys and values once, or of the products at 700 TFLOP/s if longer."""
-    reads = case.slots * case.context * HEAD_BYTES / MEMORY_BYTES_PER_US
+    reads = case.cache_bytes / MEMORY_BYTES_PER_US
     keys = case.slots * case.rows * (case.context - (case.rows - 1) / 2)
-    return round(max(reads, keys * LARGE_HEADS.num_q * LARGE_HEADS.dim * 4 / 700e6), 1)
+    return round(max(reads, keys * case.heads.num_q * case.heads.dim * 4 / 700e6), 1)
 
 
 def measure(ops: TritonOps, case: Case, inputs: Inputs) -> dict[str, Any]:
