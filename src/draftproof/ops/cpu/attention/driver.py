@@ -2,11 +2,15 @@
 
 With many (row run, kv head) pairs a thread computes whole pairs. With few, as in decoding, the splits are
 distributed and a second kernel merges them: the same operations in the same order, so the same bits.
+
+The first row of a run begins as `int64(0)`: with a literal, numba compiles every callee a second time for it.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from numba import int64
 
 from draftproof.ops.cpu.attention.amx import split_amx
 from draftproof.ops.cpu.attention.fma import (
@@ -58,7 +62,7 @@ def _shared(args: int, rows: int, threads: int) -> Any:
     """Return whether the splits of a row are distributed, and the number of (row run, head, split)."""
     num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.out_dim)
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    runs, units, words, first = 0, 0, 0, 0
+    runs, units, words, first = 0, 0, 0, int64(0)
     while first < rows:
         end = _run_end(args, first, rows)
         slot, low, high = _splits(args, first, end)
@@ -88,7 +92,7 @@ def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
         shared, units = _shared(args, rows, threads)
         begin, stop = share(units, thread, threads)
-        unit, first, run = 0, 0, 0
+        unit, first, run = 0, int64(0), 0
         where = arg(args, ARG.workspace)
         if amx:
             configure_rows(scratch, 32)
@@ -137,7 +141,7 @@ def _attention_merge(bf16: bool) -> Kernel:
         shared, units = _shared(args, rows, threads)
         if not shared:
             return
-        first, unit = 0, 0
+        first, unit = int64(0), 0
         where = arg(args, ARG.workspace)
         total, state = scratch, scratch + wide * 4
         while first < rows:
