@@ -20,6 +20,7 @@ from draftproof.audit.probes import (
 )
 from draftproof.audit.probes import (
     bookkeeping,
+    cross_scoring,
     greedy,
     options,
     processors,
@@ -38,7 +39,7 @@ STAGES: Mapping[str, tuple[Probe, ...]] = {
     "replay": (replay.run,),
     "rescoring": (rescoring.run,),
     "options": (options.run, processors.run),
-    "against": (against_probe.run,),
+    "against": (against_probe.run, cross_scoring.run),
     "sampling": (sampling.run,),
 }
 SUITES = {
@@ -54,6 +55,7 @@ SUITES = {
         replayed_tokens=128,
         neighbour_tokens=32,
         option_tokens=48,
+        cross_scored_answers=120,
     ),
 }
 FIXED_TOKENS = {"quick": 8_000, "full": 40_000}  # of all tests but sampling, about
@@ -112,7 +114,7 @@ def audit(
         "stored": stored,
     }
     endpoint = Endpoint(url, transport=transport, **limits)
-    other = Endpoint(against, **limits) if against else None
+    other = Endpoint(against, transport=transport, **limits) if against else None
     report = Report(endpoint.url, suite=suite, version=__version__)
     report.started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     started = time.monotonic()

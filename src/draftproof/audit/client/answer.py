@@ -19,6 +19,18 @@ class Position:
     chunk_place: int = 0  # index of the token in its stream event
     has_bytes: bool = False  # the token is part of a character: its text is not exact
 
+    @property
+    def is_placeholder(self) -> bool:
+        """Return whether the logprob is 0.0 without a list: no probability was computed."""
+        return self.logprob == 0.0 and not self.top
+
+    def listed_at(self, index: int) -> bool:
+        """Return whether an entry of the list is this token: by id where both are known, else by text."""
+        token_id = self.top_ids[index] if index < len(self.top_ids) else None
+        if token_id is not None and self.token_id is not None:
+            return token_id == self.token_id
+        return self.top[index][0] == self.token
+
     def same_bits(self, other: Position) -> bool:
         """Return whether token and logprobs are equal, bit for bit."""
         return (self.token, self.logprob, self.top) == (other.token, other.logprob, other.top)

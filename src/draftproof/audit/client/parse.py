@@ -123,14 +123,14 @@ def _is_partial(token: str) -> bool:
 
 def _check(position: Position, answer: Answer) -> None:
     """List logprobs that no distribution can have."""
-    if position.logprob == 0.0 and not position.top:
+    if position.is_placeholder:
         answer.problems.append("a logprob is 0.0 and has no list")
     largest = max([position.logprob, *(value for _, value in position.top)])
     if largest > POSITIVE_LOGPROB_NATS:
         answer.problems.append(f"a logprob is positive: {largest}")
         return
     mass = sum(math.exp(value) for _, value in position.top)
-    if not any(token == position.token for token, _ in position.top) and not position.has_bytes:
+    if not any(map(position.listed_at, range(len(position.top)))) and not position.has_bytes:
         mass += math.exp(position.logprob)
     if mass > 1 + EXCESS_MASS:
         answer.problems.append(f"probabilities of one position add up to {mass:.3f}")

@@ -40,7 +40,8 @@ def _add_logprobs(result: Result, first: list[Answer], second: list[Answer]) -> 
         for x, y in zip(a.positions, b.positions, strict=False):
             if x.token != y.token:
                 break
-            values.append(abs(x.logprob - y.logprob))
+            if not (x.is_placeholder or y.is_placeholder):
+                values.append(abs(x.logprob - y.logprob))
     if not values:
         return
     result.detail += f", logprobs differ by up to {max(values):.2g} nats over {len(values)} common tokens"

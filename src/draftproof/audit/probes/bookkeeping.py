@@ -32,6 +32,8 @@ def run(context: Context) -> list[Result]:
     status = Status.VIOLATED if findings else Status.EXACT
     detail = f"{bad} of {len(answers)} answers have a defect"
     tokens = sum(answer.token_count for answer in answers)
+    if placeholders := sum(p.is_placeholder for answer in answers for p in answer.positions):
+        detail += f"; {placeholders:,} of {tokens:,} tokens have the logprob 0.0 and no list"
     return [Result("agreement", TITLE, status, detail, tokens=tokens, findings=findings)]
 
 
@@ -52,16 +54,18 @@ def defects(answer: Answer, enders: set[str]) -> list[str]:
     count = len(answer.positions)
     if isinstance(limit, int) and limit > 0 and max(count, answer.completion_tokens or 0) > limit:
         found.append(f"more tokens than max_tokens: {max(count, answer.completion_tokens or 0)} of {limit}")
-    # an end token may be counted and not shown
+    stops = answer.body.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    # an end token may be counted and not shown, and so may the tokens of a stop string
     if answer.has_logprobs and answer.completion_tokens is not None:
         hidden = answer.completion_tokens - count
-        if hidden < 0 or hidden > (answer.finish_reason == "stop"):
+        most = max([1, *map(len, stops)]) if answer.finish_reason == "stop" else 0
+        if hidden < 0 or hidden > most:
             found.append(f"usage and logprobs disagree: {answer.completion_tokens} and {count} tokens")
     first_end = next((i for i, p in enumerate(answer.positions) if p.token in enders), count - 1)
     if first_end < count - 1:
         found.append(f"tokens after the end token: {count - 1 - first_end}")
-    stops = answer.body.get("stop") or []
-    for stop in [stops] if isinstance(stops, str) else stops:
+    for stop in stops:
         if stop in answer.text:
             found.append(f"the text holds the stop string: {stop!r}")
     if (

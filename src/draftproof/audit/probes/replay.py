@@ -37,8 +37,16 @@ def run(context: Context) -> list[Result]:
         results.append(not_testable("switch", SWITCHED, reason))
     else:
         other = context.send(_calls(context, "switched off", **plain), width=1)
-        results.append(compared("switch", SWITCHED, first, other))
+        results.append(_switched(first, other))
     return results
+
+
+def _switched(first: list[Answer], other: list[Answer]) -> Result:
+    """Compare outputs with those without speculation; drafts that are still reported show no effect."""
+    if any(answer.draft_tokens for answer in other):
+        reason = "the switch has no effect: drafts are still reported"
+        return not_testable("switch", SWITCHED, reason)
+    return compared("switch", SWITCHED, first, other)
 
 
 def known_switch(answers: list[Answer]) -> Mapping[str, Any] | None:

@@ -61,6 +61,7 @@ class Plan:
     neighbours: int = 64
     neighbour_tokens: int = 8
     option_tokens: int = 24
+    cross_scored_answers: int = 24
 
 
 @dataclass

@@ -29,13 +29,14 @@ def run(context: Context) -> list[Result]:
     if not context.dialect.top_count:
         return [not_testable(test, title, "no logprobs") for test, title in TITLES.items()]
     tests = TokenTests(context.dialect.top_count)
-    start, number, calls = context.endpoint.total_tokens, 0, []
+    start, number, calls, placeholders = context.endpoint.total_tokens, 0, [], 0
     limit = context.plan.sampling_tokens
     while (used := context.endpoint.total_tokens - start) < limit and not tests.rejected():
         context.on_progress("sampling", used / limit)
         pairs = max(1, context.endpoint.concurrency // 2)
         answers = context.send([call for i in range(pairs) for call in _pair(context, number + i)])
         number += pairs
+        placeholders += sum(p.is_placeholder for answer in answers for p in answer.positions)
         for first, second in zip(answers[::2], answers[1::2], strict=True):
             pair = [tests.add(answer, context.prompts[answer.label]) for answer in (first, second)]
             if first.is_ok and second.is_ok:
@@ -43,7 +44,7 @@ def run(context: Context) -> list[Result]:
         calls = [call_of(answer) for answer in answers[:2]]
         if context.endpoint.total_tokens - start == used:
             break  # no answer has any token
-    return _results(tests, calls)
+    return _results(tests, calls, placeholders)
 
 
 def _pair(context: Context, number: int) -> list[Call]:
@@ -56,7 +57,7 @@ def _pair(context: Context, number: int) -> list[Call]:
     ]
 
 
-def _results(tests: TokenTests, calls: list[Call]) -> list[Result]:
+def _results(tests: TokenTests, calls: list[Call], placeholders: int) -> list[Result]:
     """Return a result for each test."""
     found = {statistic.test: statistic for statistic in tests.statistics()}
     results = []
@@ -78,7 +79,8 @@ def _results(tests: TokenTests, calls: list[Call]) -> list[Result]:
             smallest_bias=statistic.smallest_bias,
         )
         if statistic.is_rejected:
-            text = f"sampled tokens do not follow the reported probabilities ({test}); {_hint(tests)}"
+            hint = _hint(tests, placeholders)
+            text = f"sampled tokens do not follow the reported probabilities ({test}); {hint}"
             result.findings.append(Finding(text, calls))
         results.append(result)
     return results
@@ -105,8 +107,13 @@ def _detail(tests: TokenTests, statistic: Statistic) -> str:
     return text
 
 
-def _hint(tests: TokenTests) -> str:
+def _hint(tests: TokenTests, placeholders: int) -> str:
     """Return the simplest explanation of a rejection that the counts allow."""
+    if placeholders:
+        return (
+            f"{placeholders:,} tokens have no logprobs: if these are the accepted drafts alone, the others "
+            "are a selection, which explains the rejection"
+        )
     category = tests.category("ranks")
     if category.expected[-1] >= TRUNCATION_EVENTS and category.observed[-1] == 0:
         return (

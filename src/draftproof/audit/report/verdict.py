@@ -84,7 +84,8 @@ class Report:
         match self.verdict:
             case Verdict.LOSSY:
                 names = ", ".join(result.test for result in self.violations)
-                return f"lossy: {names}. The findings below can be reproduced with the commands beside them."
+                text = f"lossy: {names}. The findings below can be reproduced with the commands beside them."
+                return text + self._sampled_statement()
             case Verdict.EXACT:
                 return (
                     f"exact: every replay is equal bit for bit, and no bias of {points} or more "
@@ -96,6 +97,22 @@ class Report:
                     f": {names} differ." if names else ": not every replay could be tested."
                 )
         return f"cannot tell: {self.stop_reason or self._reason()}."
+
+    def _sampled_statement(self) -> str:
+        """Return what is known of the sampled tokens if other tests found the violations."""
+        if any(result.e_value is not None or result.test == "greedy" for result in self.violations):
+            return ""
+        texts = {
+            "top1": "where it reports logprobs",
+            "against_top1": "by the logprobs of the second endpoint",
+        }
+        found = [(result, texts[result.test]) for result in self.results if result.test in texts]
+        parts = [
+            f"{text} ({result.tokens:,} tokens), no bias of {100 * result.smallest_bias:.1f} points or more"
+            for result, text in found
+            if result.smallest_bias is not None
+        ]
+        return f" No test of the sampled tokens is violated: {'; '.join(parts)}." if parts else ""
 
     def _reason(self) -> str:
         """Return why there is no statement."""

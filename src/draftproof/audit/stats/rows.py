@@ -76,8 +76,8 @@ def _sampled_index(position: Position, listed: Sequence[tuple[str, float]]) -> i
 
     Texts of different tokens may be equal; then the logprob decides.
     """
-    for index, (token, value) in enumerate(listed):
-        if token == position.token and abs(value - position.logprob) <= MATCH_NATS:
+    for index, (_, value) in enumerate(listed):
+        if position.listed_at(index) and abs(value - position.logprob) <= MATCH_NATS:
             return index
     return -1
 

@@ -1,0 +1,132 @@
+"""Answers in the form of other servers: placeholders for logprobs, a switch without effect."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from draftproof.audit import Verdict, audit
+from draftproof.audit.client.answer import Answer, Position
+from draftproof.audit.client.parse import fill
+from draftproof.audit.probes.against import _add_logprobs
+from draftproof.audit.probes.bookkeeping import defects
+from draftproof.audit.probes.replay import compared
+from draftproof.audit.probes.result import Plan, Status
+from draftproof.audit.self_test import STUB_URL
+from draftproof.audit.stats.rows import rows
+from draftproof.audit.stub.generate import HONEST, Fault
+from draftproof.audit.stub.model import StubModel
+from draftproof.audit.stub.server import StubServer
+
+PLAN = Plan(sampling_tokens=1_500, greedy_prompts=1, rescored_answers=1, neighbours=2)
+GREEDY_DRAFTS = Fault(accepted_top_p=0.8)
+
+
+def with_text(request: httpx.Request, model: StubModel) -> httpx.Request:
+    """Return a request with the text of its prompt, which is a list of a text and token ids."""
+    body = json.loads(request.content) if request.content else {}
+    if not isinstance(body.get("prompt"), list):
+        return request
+    parts = [part if isinstance(part, str) else model.words[part] for part in body["prompt"]]
+    return httpx.Request("POST", request.url, json=body | {"prompt": "".join(parts)})
+
+
+def without_some_logprobs(server: StubServer, other: StubServer | None = None) -> httpx.MockTransport:
+    """Return a transport that has 0.0 and no list for some tokens, as llama.cpp for steps with drafts.
+
+    Requests to the host `other` have the answers of the other server.
+    """
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if other is not None and request.url.host == "other":
+            return other.handle(with_text(request, other.model))
+        response = server.handle(request)
+        if "json" not in response.headers.get("content-type", ""):
+            return httpx.Response(400, json={"error": "no streams"})
+        body = json.loads(response.content)
+        for choice in body.get("choices", ()):
+            if logprobs := choice.get("logprobs"):
+                for i in range(3, len(logprobs["tokens"]), 4):
+                    logprobs["token_logprobs"][i], logprobs["top_logprobs"][i] = 0.0, {}
+        return httpx.Response(response.status_code, json=body)
+
+    return httpx.MockTransport(handle)
+
+
+def test_placeholders_are_counted_and_not_attributed_to_the_tokens() -> None:
+    """Check the statement on a server that returns 0.0 for tokens of steps with drafts."""
+    transport = without_some_logprobs(StubServer(StubModel(3), entropy=5))
+    report = audit(STUB_URL, transport=transport, plan=PLAN, only=["sampling"])
+    assert report.verdict is Verdict.LOSSY and [r.test for r in report.violations] == ["agreement"]
+    assert "tokens have the logprob 0.0 and no list" in report.result("agreement").detail
+    assert "No test of the sampled tokens is violated" in report.statement()
+
+
+def test_violations_of_tokens_have_no_such_statement() -> None:
+    server = StubServer(StubModel(3), Fault(accepted_top_p=0.8), entropy=5)
+    report = audit(STUB_URL, transport=server.transport(), plan=PLAN, only=["sampling"])
+    assert report.verdict is Verdict.LOSSY and "No test of the sampled tokens" not in report.statement()
+
+
+def test_switch_without_effect_is_not_testable() -> None:
+    """Check that drafts reported in spite of the switch are no comparison with plain decoding."""
+    server = StubServer(StubModel(3), entropy=5)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        response = server.handle(request)
+        if "json" not in response.headers.get("content-type", ""):
+            return response
+        body = json.loads(response.content) | {"timings": {"draft_n": 8, "draft_n_accepted": 3}}
+        return httpx.Response(response.status_code, json=body)
+
+    report = audit(STUB_URL, transport=httpx.MockTransport(handle), plan=PLAN, only=["replay"])
+    switch = report.result("switch")
+    assert switch.status is Status.NOT_TESTABLE and "no effect" in switch.detail
+
+
+def test_placeholders_are_not_compared_with_another_endpoint() -> None:
+    """Check that equal tokens without logprobs on one side are no other distribution."""
+    top = (("a", -1.5),)
+    answers = [Answer("x", "completions", {}), Answer("x", "completions", {})]
+    answers[0].positions = [Position("a", 0.0)] * 8 + [Position("a", -1.5, top)]
+    answers[1].positions = [Position("a", -1.5, top)] * 9
+    result = compared("against_seeded", "", answers[:1], answers[1:])
+    _add_logprobs(result, answers[:1], answers[1:])
+    assert result.status is Status.DIFFERS and "over 1 common tokens" in result.detail
+
+
+@pytest.mark.parametrize(("fault", "status"), [(HONEST, Status.CONSISTENT), (GREEDY_DRAFTS, Status.VIOLATED)])
+def test_tokens_are_scored_by_the_second_endpoint(fault: Fault, status: Status) -> None:
+    """Check tokens without logprobs against a plain endpoint of the same weights."""
+    model = StubModel(3)
+    servers = [StubServer(model, fault, entropy=5), StubServer(model, entropy=6)]
+    report = audit(
+        STUB_URL,
+        against="http://other/v1",
+        transport=without_some_logprobs(*servers),
+        plan=replace(PLAN, cross_scored_answers=8),
+        only=["against"],
+    )
+    result = report.result("against_top1")
+    assert result.status is status and result.tokens > 60, result
+
+
+def test_token_is_found_in_its_list_by_id() -> None:
+    """Check a part of a character that has the name of the whole character, as in llama.cpp's streams."""
+    entries = [{"token": "\ufffd", "id": 5, "logprob": -0.2}, {"token": "\ufffd", "id": 6, "logprob": -1.8}]
+    entry = {"token": "\ubd83", "id": 6, "logprob": -1.8, "top_logprobs": entries}
+    answer = Answer("x", "completions", {})
+    fill(answer, [{"choices": [{"text": "\ubd83", "logprobs": {"content": [entry]}}]}], is_stream=False)
+    assert not answer.problems
+    assert rows(answer.positions, 2).ranks.tolist() == [1]
+
+
+@pytest.mark.parametrize(("hidden", "is_defect"), [(2, False), (6, True)])
+def test_tokens_of_a_stop_string_may_be_counted_and_not_listed(hidden: int, is_defect: bool) -> None:
+    answer = Answer("x", "completions", {"stop": ["ills "]}, finish_reason="stop", has_logprobs=True)
+    answer.positions, answer.text = [Position("a", -1.5, (("a", -1.5),))] * 8, "a" * 8
+    answer.completion_tokens = 8 + hidden
+    assert bool(defects(answer, set())) == is_defect
