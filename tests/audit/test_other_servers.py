@@ -130,3 +130,13 @@ def test_tokens_of_a_stop_string_may_be_counted_and_not_listed(hidden: int, is_d
     answer.positions, answer.text = [Position("a", -1.5, (("a", -1.5),))] * 8, "a" * 8
     answer.completion_tokens = 8 + hidden
     assert bool(defects(answer, set())) == is_defect
+
+
+def test_parts_of_characters_may_be_counted_and_not_listed() -> None:
+    """Check a stream that has one event for a character of three tokens."""
+    answer = Answer("x", "completions", {}, finish_reason="length", has_logprobs=True)
+    answer.positions = [Position("a", -1.5, (("a", -1.5),)), Position("\ubd83", -1.5, (("\ufffd", -1.5),))]
+    answer.text, answer.completion_tokens = "a\ubd83", 4
+    assert not defects(answer, set())
+    answer.completion_tokens = 5
+    assert defects(answer, set())

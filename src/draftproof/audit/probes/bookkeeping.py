@@ -56,10 +56,11 @@ def defects(answer: Answer, enders: set[str]) -> list[str]:
         found.append(f"more tokens than max_tokens: {max(count, answer.completion_tokens or 0)} of {limit}")
     stops = answer.body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
-    # an end token may be counted and not shown, and so may the tokens of a stop string
+    # An end token may be counted and not shown. So may tokens of a stop string and parts of characters.
     if answer.has_logprobs and answer.completion_tokens is not None:
         hidden = answer.completion_tokens - count
-        most = max([1, *map(len, stops)]) if answer.finish_reason == "stop" else 0
+        most = len(answer.text.encode(errors="replace")) - len(answer.text)
+        most += max([1, *map(len, stops)]) if answer.finish_reason == "stop" else 0
         if hidden < 0 or hidden > most:
             found.append(f"usage and logprobs disagree: {answer.completion_tokens} and {count} tokens")
     first_end = next((i for i, p in enumerate(answer.positions) if p.token in enders), count - 1)
