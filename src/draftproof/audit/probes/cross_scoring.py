@@ -63,7 +63,7 @@ def run(context: Context) -> list[Result]:
 def _scored(context: Context, answer: Answer, prompt: str) -> list[Position] | None:
     """Return the answer's tokens with the lists of the second endpoint; None if it refuses the prompts."""
     assert context.other is not None and context.other_dialect is not None
-    ids = [position.token_id for position in answer.positions]
+    ids: list[Any] = [position.token_id for position in answer.positions]
     start: list[Any] = list(answer.prompt_ids) or [prompt]  # llama.cpp takes texts and ids in one list
     calls = [
         context.other_dialect.call(f"{answer.label} token {i}", [*start, *ids[:i]] if i else prompt, 1)
