@@ -14,6 +14,13 @@ def test_every_pair_of_levels_occurs():
     assert covered == all_pairs(FACTORS)
 
 
+def test_only_pairs_of_unrelated_factors_are_left_out():
+    cases = pairwise(FACTORS, unrelated=[("b", "a")])
+    covered = set().union(*(pairs_of(indices(case)) for case in cases))
+    assert covered >= all_pairs(FACTORS, unrelated=[("a", "b")]) and covered != all_pairs(FACTORS)
+    assert len(cases) < len(pairwise(FACTORS))
+
+
 def test_covering_array_is_small_and_deterministic():
     cases = pairwise(FACTORS)
     assert 20 <= len(cases) <= 26  # 5 x 4 is the least
@@ -31,3 +38,4 @@ def test_few_cases_have_each_level():
     for name, levels in FACTORS.items():
         assert {case[name] for case in few} == set(levels)
     assert len(few) < len(cases) / 2
+    assert len(each_level(cases, factors=["d", "e"])) == 2

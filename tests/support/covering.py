@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
 Pair = tuple[str, int, str, int]
 
 
-def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[Pair]:
+def all_pairs(factors: Mapping[str, Sequence[Any]], unrelated: Collection[tuple[str, str]] = ()) -> set[Pair]:
     return {
         (a, i, b, j)
         for a, b in combinations(factors, 2)
+        if (a, b) not in unrelated and (b, a) not in unrelated
         for i, j in product(range(len(factors[a])), range(len(factors[b])))
     }
 
@@ -21,10 +22,15 @@ def pairs_of(case: Mapping[str, int]) -> set[Pair]:
     return {(a, case[a], b, case[b]) for a, b in combinations(case, 2)}
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return cases: greedily, each from an uncovered pair and the levels that cover most pairs."""
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], unrelated: Collection[tuple[str, str]] = ()
+) -> list[dict[str, Any]]:
+    """Return cases: greedily, each from an uncovered pair and the levels that cover most pairs.
+
+    `unrelated`: two factors that no code reads together, whose pairs need not occur.
+    """
     names = list(factors)
-    open_pairs = all_pairs(factors)
+    open_pairs = all_pairs(factors, unrelated)
     cases = []
     uses = {(name, i): 0 for name in names for i in range(len(factors[name]))}
     while open_pairs:
@@ -49,10 +55,18 @@ def _pair(names: list[str], a: str, i: int, b: str, j: int) -> Pair:
 
 
 def each_level(
-    cases: Sequence[Mapping[str, Any]], cost: Callable[[Mapping[str, Any]], float] = lambda case: 1.0
+    cases: Sequence[Mapping[str, Any]],
+    cost: Callable[[Mapping[str, Any]], float] = lambda case: 1.0,
+    factors: Collection[str] = (),
 ) -> list[Mapping[str, Any]]:
-    """Return a few of `cases` that still have every level of every factor: greedily, most levels by cost."""
-    levels = [{(name, str(level)) for name, level in case.items()} for case in cases]
+    """Return a few of `cases` that still have every level of every factor: greedily, most levels by cost.
+
+    `factors`: those to cover, or all.
+    """
+    levels = [
+        {(name, str(level)) for name, level in case.items() if not factors or name in factors}
+        for case in cases
+    ]
     missing, chosen = set().union(*levels), []
     while missing:
         best = max(range(len(cases)), key=lambda i: len(levels[i] & missing) / cost(cases[i]))

@@ -46,7 +46,10 @@ FACTORS = {
     "priority": ["equal", "shuffled"],
     "predictions": [False, True],  # every other request has one
 }
-MATRIX = pairwise(FACTORS)
+# An option changes logits rows, which every architecture computes alike.
+MATRIX = pairwise(FACTORS, unrelated=[("option", "arch")])
+# Factors of the kernels that threads share.
+KERNEL_FACTORS = ("arch", "batch", "chunk", "dtype", "quantization", "kv_cache_dtype")
 DEVICE_TEST_METHODS = [f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky")]
 # Options with which steps can overlap.
 OVERLAP_OPTIONS = ["none", "top_p", "repetition", "frequency", "logit_bias", "allowed", "min_tokens"]

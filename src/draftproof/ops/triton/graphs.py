@@ -118,15 +118,6 @@ class TritonRuntime(Runtime):
 
         return joined
 
-    def run_beside(self, graph: Callable[[], object]) -> Callable[[], object]:
-        if not self.cuda:
-            return super().run_beside(graph)
-        here, beside = self._stream, self._forked
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            graph()
-        return lambda: here.wait_stream(beside)
-
     def seconds(self, function: Callable[[], object], times: int = 5) -> float:
         if not self.cuda:
             return super().seconds(function, times)
