@@ -1,139 +1,134 @@
 """Power, false alarms and cost of `draftproof audit`; the last line of stdout is JSON.
 
-    python bench/audit.py simulate [--audits 1000] [--figures honest]
-    python bench/audit.py stack [--repetitions 100]
-    python bench/audit.py ours [--budget 14000]
+    python bench/audit.py stubs [--repetitions 100] [--honest 1000] [--stubs NAMES] [--workers 1]
+    python bench/audit.py paced [--speed 50]
+    python bench/audit.py ours [--budget 12000] [--cases NAMES]
 
-`simulate`: all statistical tests over tokens drawn from stub models, honest and biased. The check of the
-smallest reported bias draws tokens with exactly that bias. `stack`: whole audits of stub servers, planted
-faults and honest variations. `ours`: this server with a tiny model, every proposer and strategy.
+`stubs`: whole audits of stub servers, planted faults and honest variations, as `audit --self-test` runs them.
+`paced`: one quick audit of a stub server that generates so many tokens a second, over all its requests.
+`ours`: this server with every proposer and strategy.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
-import tempfile
+import threading
 import time
-from pathlib import Path
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from common.audit_rows import TOP_COUNT, RowTable
+import httpx
 from common.measure import finish
 
-from draftproof.audit.probes.token_tests import TokenTests
+from draftproof.audit.report.verdict import Report
 from draftproof.audit.runner import audit
-from draftproof.audit.self_test import FAULTS, VARIATIONS, Tally, audit_fault, audit_honest
+from draftproof.audit.self_test import FAULTS, STUB_URL, VARIATIONS, Tally, audit_stub, tally_of
 from draftproof.audit.stub.model import StubModel
-
-ANSWER_TOKENS = 256
-QUICK_TOKENS = 10_000
-MODELS = [
-    (seed, vocab, sharpness) for seed in range(4) for vocab, sharpness in ((60, 1), (24, 2), (150, 0.5))
-]
-PROPOSERS: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
-    "suffix": {"method": "suffix", "num_speculative_tokens": 4},
-    "hybrid": {
-        "method": "hybrid",
-        "num_speculative_tokens": 4,
-        "proposers": [{"method": "suffix"}, {"method": "ngram", "prompt_lookup_min": 1}],
-    },
-}
+from draftproof.audit.stub.server import StubServer
 
 
-def simulate(tables: list[RowTable], audits: int, tokens: int, bias: float, seed: int) -> dict[str, Any]:
-    """Run the statistical tests over drawn tokens; count audits with a rejection."""
-    found, used = [], []
-    for number in range(audits):
-        rng = np.random.default_rng([seed, number])
-        table = tables[number % len(tables)]
-        tests = TokenTests(TOP_COUNT)
-        while tests.tokens < tokens and not tests.rejected():
-            tests.add_rows(table.answer(rng, ANSWER_TOKENS, bias))
-        found.append(bool(tests.rejected()))
-        used.append(tests.tokens)
-    return {
-        "bias": bias,
-        "budget_tokens": tokens,
-        "audits": audits,
-        "flagged": sum(found),
-        "median_tokens": int(np.median(used)),
-    }
+@dataclass
+class StubRow:
+    """Audits of one stub."""
 
+    tally: Tally
+    verdicts: Counter[str] = field(default_factory=Counter)
+    violated: Counter[str] = field(default_factory=Counter)
 
-def check_smallest_bias(tables: list[RowTable], audits: int) -> dict[str, Any]:
-    """Draw tokens with the smallest bias that honest runs report, and return the share that is found."""
-    reported = []
-    for number, table in enumerate(tables):
-        tests, rng = TokenTests(TOP_COUNT), np.random.default_rng([5, number])
-        while tests.tokens < QUICK_TOKENS:
-            tests.add_rows(table.answer(rng, ANSWER_TOKENS, 0.0))
-        (top1,) = (s for s in tests.statistics() if s.test == "top1")
-        reported.append(top1.smallest_bias or 1.0)
-    results = [
-        simulate([table], audits, QUICK_TOKENS, bias, 6)["flagged"] / audits
-        for table, bias in zip(tables, reported, strict=True)
-    ]
-    return {"reported_points": [round(100 * b, 2) for b in reported], "found_share": results}
+    def add(self, report: Report) -> None:
+        """Count one audit."""
+        self.tally.add(report)
+        self.verdicts[str(report.verdict)] += 1
+        self.violated.update(result.test for result in report.violations)
 
-
-def stacks(repetitions: int) -> list[dict[str, Any]]:
-    """Audit stub servers over HTTP."""
-    tallies = [Tally(name, case.title, False, case.sampling_tokens) for name, case in FAULTS.items()]
-    tallies += [Tally(name, "honest", True, 0) for name in VARIATIONS]
-    for tally in tallies:
-        run = audit_honest if tally.is_honest else audit_fault
-        for number in range(repetitions):
-            tally.add(run(tally.name, number))
-        show(f"{tally.name}: {tally.flagged} of {tally.audits}")
-    return [
-        {
+    def figures(self) -> dict[str, Any]:
+        """Return what is kept."""
+        tally = self.tally
+        return {
             "stub": tally.name,
             "is_honest": tally.is_honest,
             "title": tally.title,
-            "flagged": tally.flagged,
             "audits": tally.audits,
+            "flagged": tally.flagged,
+            "sampling_tokens": tally.budget_tokens,
             "median_tokens": sorted(tally.tokens)[len(tally.tokens) // 2],
             "max_tokens": max(tally.tokens),
+            "verdicts": dict(self.verdicts),
+            "violated": dict(self.violated),
         }
-        for tally in tallies
-    ]
 
 
-def ours(budget: int) -> list[dict[str, Any]]:
-    """Audit this server with a tiny model."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
-    from serving import make_folder, serving, tiny
+def stubs(
+    names: list[str], repetitions: int, honest: int, workers: int, minutes: float
+) -> list[dict[str, Any]]:
+    """Audit stub servers in turn until all are done or the time is over."""
+    rows = {name: StubRow(tally_of(name)) for name in names}
+    variations = [name for name in names if name in VARIATIONS]
+    share = -(-honest // max(1, len(variations)))
+    counts = {name: share if name in VARIATIONS else repetitions for name in names}
+    tasks = [(i, name) for name in names for i in range(counts[name])]
+    tasks.sort(key=lambda task: task[0])
+    end = time.monotonic() + 60 * minutes
+    with ProcessPoolExecutor(workers) as pool:
+        reports = pool.map(audit_stub, [name for _, name in tasks], [number for number, _ in tasks])
+        for (number, name), report in zip(tasks, reports, strict=True):
+            rows[name].add(report)
+            if name == names[-1] and number % 10 == 9:
+                found = ", ".join(f"{n} {row.tally.flagged}/{row.tally.audits}" for n, row in rows.items())
+                show(found)
+            if time.monotonic() > end:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
+    return [row.figures() for row in rows.values() if row.tally.audits]
 
-    cases = {f"{p} target_match": {**spec} for p, spec in PROPOSERS.items()}
-    ngram = {**PROPOSERS["ngram"], "adaptive": False}
-    cases["none"] = {}
-    cases["ngram rejection"] = {**ngram, "verify_strategy": "rejection"}
-    cases["ngram topp"] = {**ngram, "verify_strategy": "topp"}
-    cases["ngram accept_all"] = {**ngram, "accept_policy": "accept_all"}
-    rows = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = make_folder(Path(name))
-        for case, speculation in cases.items():
-            start = time.monotonic()
-            with serving(tiny(folder, speculation or None, debug=False)) as served:
-                report = audit(served.url, budget_tokens=budget, timeout_seconds=600)
-            row = {
-                "case": case,
-                "verdict": str(report.verdict),
-                "statement": report.statement(),
-                "epsilon": report.epsilon,
-                "drafts": [report.accepted_tokens, report.draft_tokens],
-                "tokens": report.generated_tokens + report.prompt_tokens,
-                "seconds": round(time.monotonic() - start, 1),
-                "tests": {r.test: str(r.status) for r in report.results},
-            }
-            rows.append(row)
-            show(f"{case}: {report.statement()} {row['drafts']} {row['seconds']} s")
-    return rows
+
+class PacedServer(StubServer):
+    """Stub whose requests share a number of generated tokens a second."""
+
+    def __init__(self, model: StubModel, tokens_per_second: float) -> None:
+        super().__init__(model, entropy=1)
+        self._seconds_per_token = 1 / tokens_per_second
+        self._free_at = 0.0
+        self._clock_lock = threading.Lock()
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        """Answer a request when its tokens are due."""
+        response = super().handle(request)
+        body = response.text
+        usage = body.rpartition('"completion_tokens":')[2].strip()
+        tokens = int(usage[: len(usage) - len(usage.lstrip("0123456789"))] or 0) if usage else 0
+        with self._clock_lock:
+            self._free_at = max(self._free_at, time.monotonic()) + tokens * self._seconds_per_token
+            wait_seconds = self._free_at - time.monotonic()
+        time.sleep(max(0.0, wait_seconds))
+        return response
+
+
+def paced(tokens_per_second: float) -> dict[str, Any]:
+    """Audit a slow stub in real time."""
+    server = PacedServer(StubModel(1), tokens_per_second)
+    return {"tokens_per_second": tokens_per_second, **summary(audit(STUB_URL, transport=server.transport()))}
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """Return the figures of one audit that are kept."""
+    return {
+        "verdict": str(report.verdict),
+        "statement": report.statement(),
+        "epsilon": report.epsilon,
+        "drafts": [report.accepted_tokens, report.draft_tokens],
+        "generated_tokens": report.generated_tokens,
+        "prompt_tokens": report.prompt_tokens,
+        "requests": report.requests,
+        "seconds": round(report.seconds, 1),
+        "tests": {r.test: str(r.status) for r in report.results},
+        "findings": {r.test: [f.text for f in r.findings] for r in report.results if r.findings},
+    }
 
 
 def show(line: str) -> None:
@@ -145,33 +140,31 @@ def main() -> None:
     """Run one part."""
     logging.getLogger("httpx").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("simulate", "stack", "ours"))
-    parser.add_argument("--audits", type=int, default=1000)
-    parser.add_argument(
-        "--figures", help="names separated by commas: bias_3_points, bias_1_point, honest ..."
-    )
-    parser.add_argument("--repetitions", type=int, default=100)
-    parser.add_argument("--budget", type=int, default=14_000)
+    parser.add_argument("part", choices=("stubs", "paced", "ours"))
+    parser.add_argument("--repetitions", type=int, default=100, help="audits of each fault")
+    parser.add_argument("--honest", type=int, default=1000, help="audits of all honest variations together")
+    parser.add_argument("--stubs", help="names of faults and variations separated by commas")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of `stubs`, at most")
+    parser.add_argument("--speed", type=float, default=50, help="tokens a second of the paced stub")
+    parser.add_argument("--budget", type=int, default=12_000)
+    parser.add_argument("--cases", help="names of servers separated by commas")
     options = parser.parse_args()
     if options.part == "ours":
-        finish("audit", {"ours": ours(options.budget)})
+        from common.audit_servers import ours
+
+        rows = []
+        for name, report in ours(options.budget, options.cases.split(",") if options.cases else None):
+            rows.append({"case": name, **summary(report)})
+            show(f"{name}: {report.statement()} {rows[-1]['drafts']} {rows[-1]['seconds']} s")
+        finish("audit", {"ours": rows})
         return
-    if options.part == "stack":
-        finish("audit", {"stack": stacks(options.repetitions)})
+    if options.part == "paced":
+        finish("audit", {"paced": paced(options.speed)})
         return
-    tables = [RowTable(StubModel(*model)) for model in MODELS]
-    usual = tables[::3]  # the models of the self-test
-    figures: dict[str, Any] = {}
-    for name, run in {
-        "bias_3_points": lambda: simulate(usual, options.audits, 5_000, 0.03, 2),
-        "bias_1_point": lambda: simulate(usual, options.audits // 5, 40_000, 0.01, 3),
-        "honest": lambda: simulate(tables, options.audits, QUICK_TOKENS, 0.0, 1),
-        "smallest_bias": lambda: check_smallest_bias(tables[:3], max(20, options.audits // 20)),
-    }.items():
-        if options.figures is None or name in options.figures.split(","):
-            figures[name] = run()
-            show(f"{name}: {figures[name]}")
-    finish("audit", {"simulated": figures})
+    names = options.stubs.split(",") if options.stubs else [*FAULTS, *VARIATIONS]
+    made = stubs(names, options.repetitions, options.honest, options.workers, options.minutes)
+    finish("audit", {"stubs": made})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from draftproof.audit.stats.bernoulli import (
 from draftproof.audit.stats.categories import CategoryTest
 from draftproof.audit.stats.detectable import smallest_bias
 from draftproof.audit.stats.error_rate import ERROR_RATE, WEIGHTS, log_threshold
-from draftproof.audit.stats.rows import is_end_token, rows
+from draftproof.audit.stats.listed import is_end_token, listed
+from draftproof.audit.stats.rows import Rows, rows
 
 PROBABILITIES = st.floats(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
 
@@ -30,6 +31,11 @@ def text_probs(rng: np.random.Generator, count: int) -> np.ndarray:
     """Return top-1 probabilities like those of text: half of them near 1."""
     sharp = rng.random(count) < 0.45
     return np.clip(np.where(sharp, rng.beta(8, 0.6, count), rng.beta(1.6, 2, count)), 0.02, 0.999)
+
+
+def events(positions: list[Position], top_count: int, prompt: str = "") -> Rows:
+    """Return the events of an answer."""
+    return rows(positions, listed(positions, top_count), prompt)
 
 
 @given(PROBABILITIES)
@@ -121,7 +127,7 @@ def test_thresholds_share_one_error_rate() -> None:
 def test_probabilities_are_conditional_on_no_end_token() -> None:
     """Check that a hidden end token does not bias the events that are shown."""
     top = (("<|im_end|>", math.log(0.5)), (" a", math.log(0.3)), (" b", math.log(0.1)))
-    made = rows([Position(" a", math.log(0.3), top), Position("<|im_end|>", math.log(0.5), top)], 3)
+    made = events([Position(" a", math.log(0.3), top), Position("<|im_end|>", math.log(0.5), top)], 3)
     assert made.top1_probs == pytest.approx([0.6]) and made.is_top1.tolist() == [True]
     assert made.rank_probs[0] == pytest.approx([0.6, 0.2, 0, 0, 0, 0, 0.2])
     assert is_end_token("</s>") and is_end_token("") and not is_end_token(" a")
@@ -130,8 +136,8 @@ def test_probabilities_are_conditional_on_no_end_token() -> None:
 def test_equal_texts_are_separated_by_logprob() -> None:
     """Check that a token with the text of another one is not counted as that one."""
     top = (("\ufffd", math.log(0.6)), (" a", math.log(0.2)))
-    assert rows([Position("\ufffd", math.log(0.01), top)], 2).ranks.tolist() == [6]
-    assert rows([Position("\ufffd", math.log(0.6), top)], 2).ranks.tolist() == [0]
+    assert events([Position("\ufffd", math.log(0.01), top)], 2).ranks.tolist() == [6]
+    assert events([Position("\ufffd", math.log(0.6), top)], 2).ranks.tolist() == [0]
 
 
 def test_ngram_lookup_finds_the_draft() -> None:
@@ -139,5 +145,5 @@ def test_ngram_lookup_finds_the_draft() -> None:
     top = ((" x", math.log(0.5)), (" d", math.log(0.3)))
     tokens = [" a", " b", " c", " x"]
     positions = [Position(token, math.log(0.5), ((token, math.log(0.5)),)) for token in tokens[:3]]
-    made = rows([*positions, Position(" x", math.log(0.5), top)], 2, prompt="a b c d a b c d")
+    made = events([*positions, Position(" x", math.log(0.5), top)], 2, prompt="a b c d a b c d")
     assert made.draft_probs == pytest.approx([0.3]) and made.is_draft.tolist() == [False]

@@ -39,10 +39,14 @@ def test_honest_stub_is_exact() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("variation", ["hidden_end", "chat_5_logprobs", "rounded", "no_seed"])
-def test_honest_variations_are_not_flagged(variation: str) -> None:
-    report = audit_honest(variation, 2, replace(SMALL, sampling_tokens=1_500))
-    assert not is_flagged(report), markdown(report)
+@pytest.mark.parametrize(
+    ("variation", "number"),
+    [("hidden_end", 2), ("chat_5_logprobs", 2), ("rounded", 2), ("no_seed", 2), ("equal_texts", 1),
+     ("processed", 0), ("inexact", 13)],
+)  # fmt: skip
+def test_honest_variations_are_not_flagged(variation: str, number: int) -> None:
+    report = audit_honest(variation, number, replace(SMALL, sampling_tokens=1_500))
+    assert not is_flagged(report, is_inexact=variation == "inexact"), markdown(report)
 
 
 @pytest.mark.control

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+
+
+@cache
+def is_partial_text(token: str) -> bool:
+    """Return whether a token's text is not exact because it is part of a character."""
+    return "\ufffd" in token or token.startswith("bytes:")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,12 @@ from draftproof.errors import DraftproofError
 
 TOP_COUNTS = (20, 5, 1)
 TRIAL_PROMPT = "One, two, three, four, five, six,"
+MORE_TRIAL_PROMPTS = (
+    "The weather today is",
+    "My favourite book is about",
+    "A recipe for bread:",
+    "Dear Anna,",
+)
 TRIAL_TOKENS = 4
 # Values that switch off what a server may apply by default. The first that is accepted is used.
 NEUTRAL_OPTIONS: tuple[dict[str, Any], ...] = (
@@ -117,9 +123,14 @@ def _find_logprobs(endpoint: Endpoint, dialect: Dialect) -> None:
     """Set the largest number of logprobs that is accepted and returned."""
     for count in TOP_COUNTS:
         dialect.top_count = count
-        answer = _trial(endpoint, dialect, f"logprobs {count}")
-        if answer.is_ok and any(position.top for position in answer.positions):
-            return
+        # some tokens may have no list, such as accepted drafts of some servers
+        for number, prompt in enumerate((TRIAL_PROMPT, *MORE_TRIAL_PROMPTS)):
+            call = dialect.call(f"discovery {dialect.path} logprobs {count} {number}", prompt, TRIAL_TOKENS)
+            answer = endpoint.send(call)
+            if any(position.top for position in answer.positions):
+                return
+            if not answer.positions:
+                break
     dialect.top_count = 0
 
 

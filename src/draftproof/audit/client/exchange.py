@@ -48,7 +48,7 @@ def exchange(client: httpx.Client, path: str, body: Mapping[str, Any] | None) ->
             elif is_stream:
                 _read_events(response, found)
             else:
-                found.events.append(json.loads(response.read()))
+                found.events.append(_json(response.read().decode(errors="replace")))
     except (httpx.HTTPError, httpx.StreamError) as error:
         text = f"{type(error).__name__}: {error}"
         found.error = text if not found.events else f"the stream broke off: {text}"
@@ -68,15 +68,33 @@ def _read_events(response: httpx.Response, found: Exchange) -> None:
         data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             return
-        found.events.append(json.loads(data))
+        found.events.append(_json(data))
     if is_html or not found.events:
         found.error = "the response is no stream of events"
+
+
+def _json(text: str) -> Any:
+    """Return the value of a JSON text. Halves of surrogate pairs, which no file can hold, are replaced."""
+    value = json.loads(text)
+    return _without_surrogates(value) if "\\ud" in text.lower() else value
+
+
+def _without_surrogates(value: Any) -> Any:
+    """Return a JSON value with whole characters alone."""
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case list():
+            return [_without_surrogates(item) for item in value]
+        case dict():
+            return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
+    return value
 
 
 def _seconds(text: str | None) -> float | None:
     """Return the value of a Retry-After header in seconds; None for dates."""
     try:
-        return float(text) if text else None
+        return max(0.0, float(text)) if text else None
     except ValueError:
         return None
 

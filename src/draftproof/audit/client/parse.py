@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
-from draftproof.audit.client.answer import Answer, Position
+from draftproof.audit.client.answer import Answer, Position, is_partial_text
 
 POSITIVE_LOGPROB_NATS = 1e-3  # larger is no rounding error
 EXCESS_MASS = 2e-3  # listed probabilities may add up to 1 and this much
 PROBLEM_CHARACTERS = 160
+MAX_COUNT = 2**31
+MAX_NATS = 1e6
 
 
 def fill(answer: Answer, events: Sequence[Any], is_stream: bool) -> None:
@@ -45,9 +48,10 @@ def _add_choice(answer: Answer, choice: Mapping[str, Any], is_stream: bool) -> N
     if text is None and isinstance(message, Mapping):
         text = "".join(str(message.get(key) or "") for key in ("reasoning_content", "content"))
     answer.text += text if isinstance(text, str) else ""
-    answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+    reason = choice.get("finish_reason")
+    answer.finish_reason = reason if isinstance(reason, str) else answer.finish_reason
     prompt_ids = choice.get("prompt_token_ids")
-    if isinstance(prompt_ids, list) and all(isinstance(i, int) for i in prompt_ids):
+    if isinstance(prompt_ids, list) and all(_count(i) is not None for i in prompt_ids):
         answer.prompt_ids = prompt_ids
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, Mapping):
@@ -65,7 +69,7 @@ def _add_choice(answer: Answer, choice: Mapping[str, Any], is_stream: bool) -> N
             continue
         given = position.token_id
         if given is None and isinstance(ids, list) and len(ids) == len(found):
-            given = ids[place] if isinstance(ids[place], int) else None
+            given = _count(ids[place])
         _check(position, answer)
         answer.positions.append(replace(position, token_id=given, chunk_place=place if is_stream else 0))
 
@@ -75,24 +79,25 @@ def _new_position(entry: Any, answer: Answer) -> Position | None:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("token"), str):
         answer.problems.append("an entry of logprobs has no token")
         return None
-    listed = entry.get("top_logprobs") or []
-    items = [item for item in listed if isinstance(item, Mapping) and "logprob" in item]
+    items = [
+        item for item in _list(entry.get("top_logprobs")) if isinstance(item, Mapping) and "logprob" in item
+    ]
     pairs = [(str(item.get("token")), _number(item["logprob"], answer), item.get("id")) for item in items]
     pairs.sort(key=lambda pair: -pair[1])
     return Position(
         entry["token"],
         _number(entry.get("logprob"), answer),
         tuple((token, value) for token, value, _ in pairs),
-        entry["id"] if isinstance(entry.get("id"), int) else None,
-        tuple(found if isinstance(found, int) else None for _, _, found in pairs),
-        has_bytes=_is_partial(entry["token"]),
+        _count(entry.get("id")),
+        tuple(_count(found) for _, _, found in pairs),
+        has_bytes=is_partial_text(entry["token"]),
     )
 
 
 def _old_positions(logprobs: Mapping[str, Any], answer: Answer) -> list[Position | None]:
     """Return the positions of the old form."""
-    tokens, values = logprobs["tokens"], logprobs.get("token_logprobs") or []
-    tops = logprobs.get("top_logprobs") or [None] * len(tokens)
+    tokens, values = logprobs["tokens"], _list(logprobs.get("token_logprobs"))
+    tops = _list(logprobs.get("top_logprobs")) or [None] * len(tokens)
     if not len(tokens) == len(values) == len(tops):
         lengths = f"{len(tokens)}, {len(values)}, {len(tops)}"
         answer.problems.append(f"tokens, token_logprobs and top_logprobs have the lengths {lengths}")
@@ -101,35 +106,51 @@ def _old_positions(logprobs: Mapping[str, Any], answer: Answer) -> list[Position
         if value is None:
             found.append(None)  # the first token of an echoed prompt
             continue
-        pairs = [(str(key), _number(v, answer)) for key, v in top.items()] if isinstance(top, Mapping) else []
-        pairs.sort(key=lambda pair: -pair[1])
+        pairs = _pairs(top, answer) if isinstance(top, Mapping) else []
         text = str(token)
-        found.append(Position(text, _number(value, answer), tuple(pairs), has_bytes=_is_partial(text)))
+        found.append(Position(text, _number(value, answer), tuple(pairs), has_bytes=is_partial_text(text)))
     return found
+
+
+def _pairs(top: Mapping[str, Any], answer: Answer) -> list[tuple[str, float]]:
+    """Return the entries of a list, largest first."""
+    values = top.values()
+    is_plain = set(map(type, values)) == {float} and all(-MAX_NATS < value < MAX_NATS for value in values)
+    pairs = list(top.items()) if is_plain else [(str(k), _number(v, answer)) for k, v in top.items()]
+    pairs.sort(key=itemgetter(1), reverse=True)
+    return pairs
 
 
 def _number(value: Any, answer: Answer) -> float:
     """Return a logprob; a value that is none becomes a problem and minus infinity."""
-    if type(value) in (float, int) and value == value:  # NaN is not equal to itself
+    if type(value) in (float, int) and -MAX_NATS < value < MAX_NATS:  # NaN is not
         return float(value)
+    if value == -math.inf:
+        return -math.inf
     answer.problems.append(f"a logprob is {value!r}"[:PROBLEM_CHARACTERS])
     return -math.inf
 
 
-def _is_partial(token: str) -> bool:
-    """Return whether a token's text is not exact because it is part of a character."""
-    return "\ufffd" in token or token.startswith("bytes:")
+def _list(value: Any) -> list[Any]:
+    """Return a list, empty for anything else."""
+    return value if isinstance(value, list) else []
+
+
+def _count(value: Any) -> int | None:
+    """Return a token id or a number of tokens, None for anything else."""
+    return value if isinstance(value, int) and 0 <= value < MAX_COUNT else None
 
 
 def _check(position: Position, answer: Answer) -> None:
     """List logprobs that no distribution can have."""
     if position.is_placeholder:
         answer.problems.append("a logprob is 0.0 and has no list")
-    largest = max([position.logprob, *(value for _, value in position.top)])
+    values = [value for _, value in position.top]
+    largest = max([position.logprob, *values])
     if largest > POSITIVE_LOGPROB_NATS:
         answer.problems.append(f"a logprob is positive: {largest}")
         return
-    mass = sum(math.exp(value) for _, value in position.top)
+    mass = sum(map(math.exp, values))
     if not any(map(position.listed_at, range(len(position.top)))) and not position.has_bytes:
         mass += math.exp(position.logprob)
     if mass > 1 + EXCESS_MASS:
@@ -141,18 +162,19 @@ def _add_usage(answer: Answer, event: Mapping[str, Any]) -> None:
     usage = event.get("usage")
     if isinstance(usage, Mapping):
         for name in ("completion_tokens", "prompt_tokens"):
-            if isinstance(usage.get(name), int):
+            if _count(usage.get(name)) is not None:
                 setattr(answer, name, usage[name])
     metrics = event.get("metrics")
     if not isinstance(metrics, Mapping):
         metrics = {}
     speculation = metrics.get("speculative_decoding")
     if isinstance(speculation, Mapping):
-        answer.draft_tokens = speculation.get("num_draft_tokens")
-        answer.accepted_tokens = speculation.get("num_accepted_draft_tokens")
+        answer.draft_tokens = _count(speculation.get("num_draft_tokens"))
+        answer.accepted_tokens = _count(speculation.get("num_accepted_draft_tokens"))
         if "lossless" in metrics:  # of draftproof; vLLM has the same metrics and no switch
             answer.switch = {"speculative": False}
     timings = event.get("timings")  # llama.cpp
     if isinstance(timings, Mapping) and isinstance(timings.get("draft_n"), int):
-        answer.draft_tokens, answer.accepted_tokens = timings["draft_n"], timings.get("draft_n_accepted")
+        answer.draft_tokens = _count(timings["draft_n"])
+        answer.accepted_tokens = _count(timings.get("draft_n_accepted"))
         answer.switch = {"speculative.n_max": 0}

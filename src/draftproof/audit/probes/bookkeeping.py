@@ -6,7 +6,7 @@ from collections import Counter
 
 from draftproof.audit.client.answer import Answer
 from draftproof.audit.probes.result import Context, Finding, Result, Status, call_of, not_testable
-from draftproof.audit.stats.rows import is_end_token
+from draftproof.audit.stats.listed import is_end_token
 
 TITLE = "tokens, logprobs, text, usage and finish reasons agree in every answer"
 MAX_FINDINGS = 6
@@ -72,6 +72,7 @@ def defects(answer: Answer, enders: set[str]) -> list[str]:
     if (
         answer.has_logprobs
         and not stops
+        and not answer.body.get("stop_token_ids")  # a stop token is no part of the text
         and not any(p.has_bytes or is_end_token(p.token) for p in answer.positions)
     ):
         joined = "".join(answer.tokens())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from draftproof.audit.client.answer import Answer
@@ -70,6 +71,8 @@ def _stop(context: Context, base: Answer) -> Result:
         return not_testable("stop", STOP, f"refused: {answer.error}")
     tokens = answer.token_count
     finding = Finding(f"stop {stop!r}: {answer.text[-40:]!r}, finish reason {answer.finish_reason}", [call])
+    if answer.text.rstrip() != cut.rstrip() and not _is_repeated(context, base, answer):
+        return Result("stop", STOP, Status.DIFFERS, "the outputs are not reproducible", tokens)
     if stop in answer.text or (answer.text == text and cut != text):
         return Result("stop", STOP, Status.VIOLATED, "text after the stop string", tokens, findings=[finding])
     if answer.text.rstrip() == cut.rstrip() and answer.finish_reason == "stop":
@@ -77,6 +80,16 @@ def _stop(context: Context, base: Answer) -> Result:
     if cut.startswith(answer.text.rstrip()) and answer.text.rstrip() != cut.rstrip():
         return Result("stop", STOP, Status.VIOLATED, "the text is cut too early", tokens, findings=[finding])
     return Result("stop", STOP, Status.DIFFERS, "the output differs from the one without stop", tokens)
+
+
+def _is_repeated(context: Context, *answers: Answer) -> bool:
+    """Return whether requests have the same text again, twice."""
+    for answer in answers:
+        for i in (1, 2):
+            again = context.one(replace(call_of(answer), label=f"{answer.label} again {i}"))
+            if again.text != answer.text:
+                return False
+    return True
 
 
 def _stop_ids(context: Context, base: Answer) -> Result:
@@ -90,7 +103,8 @@ def _stop_ids(context: Context, base: Answer) -> Result:
     if not answer.is_ok:
         return not_testable("stop_ids", STOP_IDS, f"refused: {answer.error}")
     found = [position.token_id for position in answer.positions]
-    if found == ids:
+    # an output of an inexact server may differ from the first one
+    if found == ids or (chosen in found[:-1] and answer.finish_reason == "length"):
         return not_testable("stop_ids", STOP_IDS, "stop_token_ids has no effect")
     if chosen in found[:-1]:
         finding = Finding(f"tokens after the stop token {chosen}", [call_of(answer)])

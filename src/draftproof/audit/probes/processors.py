@@ -11,7 +11,7 @@ from draftproof.audit.client.answer import Answer, Position
 from draftproof.audit.probes.greedy import TIE_NATS
 from draftproof.audit.probes.result import Context, Finding, Result, Status, call_of, not_testable
 from draftproof.audit.prompts import COPIES, sampling_prompt
-from draftproof.audit.stats.rows import is_end_token
+from draftproof.audit.stats.listed import is_end_token
 
 BIAS = "a token with logit_bias -100 is not sampled"
 PENALTY = "frequency_penalty applies to every position"
@@ -77,9 +77,10 @@ def _penalty(context: Context, base: Answer) -> Result:
     for number, position in enumerate(answer.positions):
         seen = COPIES[2] + "".join(counts)
         unseen = [value for token, value in position.top if token.strip() and token.strip() not in seen]
-        penalised = position.logprob - PENALTY_STRENGTH * counts[position.token]
-        if unseen and counts[position.token] and max(unseen) > penalised + TIE_NATS:
-            text = f"token {number} {position.token!r} occurred {counts[position.token]} times before"
+        # parts of characters have equal texts and are counted apart by the server
+        count = 0 if position.has_bytes else counts[position.token]
+        if unseen and count and max(unseen) > position.logprob - PENALTY_STRENGTH * count + TIE_NATS:
+            text = f"token {number} {position.token!r} occurred {count} times before"
             findings.append(Finding(f"{text}: its penalty is missing", [call_of(answer)]))
         counts[position.token] += 1
     status = Status.VIOLATED if findings else Status.CONSISTENT
@@ -88,13 +89,19 @@ def _penalty(context: Context, base: Answer) -> Result:
 
 
 def _is_raw(base: Answer, answer: Answer) -> bool:
-    """Return whether logprobs are those before penalties, by the common beginning of both outputs."""
+    """Return whether logprobs are those before penalties, by the common beginning of both outputs.
+
+    A penalty changes the difference of a token that occurred before and one that did not.
+    """
     seen: set[str] = set()
     for a, b in zip(base.positions, answer.positions, strict=False):
-        listed = dict(b.top)
-        for token, value in a.top:
-            if token in seen and token in listed:
-                return abs(listed[token] - value) < PENALTY_STRENGTH / 2
+        without, listed = dict(a.top), dict(b.top)
+        common = [token for token in without if token in listed and listed[token] > -math.inf]
+        old = [token for token in common if token in seen]
+        new = [t for t in common if t not in seen and t.strip() and t.strip() not in COPIES[2]]
+        if old and new:
+            moved = (listed[old[0]] - listed[new[0]]) - (without[old[0]] - without[new[0]])
+            return abs(moved) < PENALTY_STRENGTH / 2
         if a.token != b.token:
             return False
         seen.add(a.token)

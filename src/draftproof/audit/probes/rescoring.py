@@ -74,6 +74,8 @@ def _has_ids(answer: Answer) -> bool:
 def _aligned(answer: Answer, echoed: Answer) -> list[tuple[float, float]]:
     """Return pairs of logprobs of the answer's tokens; empty if the tokens differ."""
     positions = answer.positions
+    if not _has_ids(answer) and any(position.has_bytes for position in positions):
+        return []  # parts of characters: other tokens may have the same text
     tail = echoed.positions[-len(positions) :]
     # with ids the tokens are the same, and parts of characters may have other names
     if not _has_ids(answer) and [p.token for p in tail] != [p.token for p in positions]:

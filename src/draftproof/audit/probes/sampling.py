@@ -14,8 +14,8 @@ MIN_EVENTS = {
     "top1": 200,
     "ranks": 200,
     "deciles": 200,
-    "serial": 200,
-    "serial_chunks": 30,
+    "reuse": 200,
+    "reuse_chunks": 30,
     "drafts": 30,
     "chunks": 30,
     "repeats": 10,
@@ -48,12 +48,16 @@ def run(context: Context) -> list[Result]:
 
 
 def _pair(context: Context, number: int) -> list[Call]:
-    """Return two requests for one prompt with different seeds; the second is a stream where there are any."""
+    """Return two requests for one prompt with different seeds: streams where there are any.
+
+    The first request of every other pair is a whole answer.
+    """
     prompt, length = sampling_prompt(number), context.plan.answer_tokens
-    seed = FIRST_SEED + 2 * number
+    seed, stream = FIRST_SEED + 2 * number, context.dialect.stream
+    first_stream = stream if number // 2 % 2 else {}  # prompts alternate too
     return [
-        context.call(f"sampling {number}a", prompt, length, seed=seed),
-        context.call(f"sampling {number}b", prompt, length, seed=seed + 1, **context.dialect.stream),
+        context.call(f"sampling {number}a", prompt, length, seed=seed, **first_stream),
+        context.call(f"sampling {number}b", prompt, length, seed=seed + 1, **stream),
     ]
 
 
@@ -88,7 +92,7 @@ def _results(tests: TokenTests, calls: list[Call], placeholders: int) -> list[Re
 
 def _why_not(test: str, statistic: Statistic | None) -> str:
     """Return why a test has too few events."""
-    if test in ("chunks", "serial_chunks") and statistic is None:
+    if test in ("chunks", "reuse_chunks") and statistic is None:
         return "stream events have one token each"
     if test in ("ranks", "deciles") and statistic is None:
         return "fewer than three logprobs for a position"

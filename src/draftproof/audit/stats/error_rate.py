@@ -12,8 +12,8 @@ WEIGHTS = {
     "drafts": 0.15,
     "ranks": 0.10,
     "deciles": 0.10,
-    "serial": 0.05,
-    "serial_chunks": 0.05,
+    "reuse": 0.05,
+    "reuse_chunks": 0.05,
     "chunks": 0.05,
     "repeats": 0.10,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 from collections import Counter
@@ -15,6 +16,14 @@ MAX_DRAFTS = 4
 KEPT_OPTIONS = ("temperature",)  # by a server that drops the others inside a window
 
 
+class Sampler(enum.StrEnum):
+    """How noise selects a token."""
+
+    RANKS = "ranks"  # cumulative distribution, the most likely token first
+    IDS = "ids"  # cumulative distribution in the order of token ids
+    RACE = "race"  # noise for each token
+
+
 @dataclass(frozen=True)
 class Fault:
     """Planted defects; all off is an honest server."""
@@ -22,7 +31,7 @@ class Fault:
     accepted_top_p: float = 0.0  # a draft in this nucleus is accepted without sampling
     top1_bias: float = 0.0
     mixed_bias: float = 0.0  # share of positions where the top-1 token is taken without sampling
-    is_noise_shared_in_window: bool = False
+    shared_noise: Sampler | None = None  # all positions of a window use the noise of the first
     is_seed_ignored: bool = False
     depends_on_width: bool = False
     has_wrong_rows: bool = False  # an accepted draft has the logprobs of the row before
@@ -50,21 +59,27 @@ def noise(seed: int, position: int) -> float:
 
 
 def generate(
-    model: StubModel, prompt: Sequence[int], body: Mapping[str, Any], seed: int, fault: Fault, width: int
+    model: StubModel,
+    rows: Sequence[Row],
+    prompt: Sequence[int],
+    body: Mapping[str, Any],
+    seed: int,
+    fault: Fault,
+    reports_processed: bool = False,
 ) -> Output:
-    """Return the output of one request; `width` requests are in flight."""
-    history, made = list(prompt), Output()
+    """Return the output of one request with the distributions `rows`."""
+    lookup, made = Lookup(prompt), Output()
+    history = lookup.history
     counts: Counter[int] = Counter()
-    rows = model.wide_rows if fault.depends_on_width and width > 1 else model.rows
     limit, stops = int(body.get("max_tokens", 16)), _stops(body)
     while True:
-        drafts, place = lookup(history), 0
+        drafts, place = lookup.drafts(), 0
         while True:
             reported = rows[model.row_index(history)]
             draft = drafts[place] if place < len(drafts) else None
             if not drafts and place < MAX_DRAFTS:
                 draft = reported.order[0]  # as a draft head would
-            key = len(made.tokens) - (place if fault.is_noise_shared_in_window else 0)
+            key = len(made.tokens) - (place if fault.shared_noise else 0)
             number = noise(0 if fault.is_seed_ignored else seed, key)
             options = (
                 {k: body[k] for k in KEPT_OPTIONS if k in body} if fault.drops_options and place else body
@@ -76,10 +91,11 @@ def generate(
             elif was_accepted and fault.has_zero_logprobs:
                 made.tokens.append((token, None, place))
             else:
-                made.tokens.append((token, reported, place))
-            history.append(token)
+                shown = _processed(reported, options, counts) if reports_processed else reported
+                made.tokens.append((token, shown, place))
+            lookup.add(token)
             counts[token] += 1
-            made.text += "" if token == END_ID else model.words[token]
+            made.text += "" if token == END_ID else model.pieces[token]
             is_step_end = not was_accepted
             if not fault.emits_after_end or is_step_end:
                 is_finished = _is_finished(made, token, limit, stops, not fault.emits_after_end)
@@ -109,15 +125,25 @@ def _stops(body: Mapping[str, Any]) -> list[str]:
     return [stop] if isinstance(stop, str) else list(stop)
 
 
-def lookup(history: Sequence[int]) -> list[int]:
-    """Return the tokens after the last earlier occurrence of the newest token pair."""
-    if len(history) < 3:
-        return []
-    last = tuple(history[-2:])
-    for start in range(len(history) - 3, max(-1, len(history) - 200), -1):
-        if tuple(history[start : start + 2]) == last:
-            return list(history[start + 2 : start + 2 + MAX_DRAFTS])
-    return []
+class Lookup:
+    """Drafts of an n-gram lookup: the tokens after the last earlier occurrence of the newest token pair."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.history: list[int] = []
+        self._ends: dict[tuple[int, int], int] = {}  # index after the last occurrence but the newest
+        for token in prompt:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Add a token to the history."""
+        if len(self.history) > 1:
+            self._ends[self.history[-2], self.history[-1]] = len(self.history)
+        self.history.append(token)
+
+    def drafts(self) -> list[int]:
+        """Return the drafted tokens."""
+        start = self._ends.get((self.history[-2], self.history[-1])) if len(self.history) > 1 else None
+        return [] if start is None else self.history[start : start + MAX_DRAFTS]
 
 
 def choose(
@@ -137,7 +163,12 @@ def choose(
             return top
         others = [x if i != top else -math.inf for i, x in enumerate(row.logprobs)]
         return make_row(others).sample((number - after) / (1 - after))
-    return row.sample_sorted(number) if fault.is_noise_shared_in_window else row.sample(number)
+    match fault.shared_noise:
+        case Sampler.RANKS:
+            return row.sample_sorted(number)
+        case Sampler.RACE:
+            return row.sample_race(number)
+    return row.sample(number)
 
 
 def _in_nucleus(row: Row, token: int, top_p: float) -> bool:

@@ -31,16 +31,20 @@ class StubServer:
         max_top: int = 20,
         reports_end: bool = True,
         has_seed: bool = True,
+        is_exact: bool = True,
+        reports_processed: bool = False,
         decimals: int = 12,
         entropy: int = 0,
     ) -> None:
         self.model, self.fault = model, fault
         self._is_chat_only, self._max_top = is_chat_only, max_top
         self._reports_end, self._has_seed = reports_end, has_seed
+        self._is_exact, self._reports_processed = is_exact, reports_processed
         self._decimals = decimals
         self._random = random.Random(entropy)
         self._entropy = entropy
         self._open = 0
+        self._lists: dict[tuple[int, int], tuple[Row, list[tuple[str, float, int]]]] = {}
         self._lock = threading.Lock()
 
     def transport(self) -> httpx.MockTransport:
@@ -75,18 +79,31 @@ class StubServer:
         text = body["messages"][-1]["content"] if is_chat else body["prompt"]
         prompt = self.model.encode(text)
         is_scored = bool(body.get("echo")) and not body.get("max_tokens")
-        made = Output() if is_scored else generate(self.model, prompt, body, seed, self.fault, width)
+        rows = self._rows(width)
+        made = (
+            Output()
+            if is_scored
+            else generate(self.model, rows, prompt, body, seed, self.fault, self._reports_processed)
+        )
         with self._lock:
             self._open -= 1
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(made.tokens)}
         if body.get("echo") and not is_chat:
             indices = [self.model.row_index(prompt[:i] or [0]) for i in range(len(prompt))]
-            rows = [(t, self.model.rows[i], 0) for t, i in zip(prompt, indices, strict=True)]
-            made = Output(rows + made.tokens, made.finish_reason, text + made.text)
+            scored = [(t, rows[i], 0) for t, i in zip(prompt, indices, strict=True)]
+            made = Output(scored + made.tokens, made.finish_reason, text + made.text)
         if not body.get("stream"):
             choice = self._choice(made.text, made.tokens, is_chat, top, made.finish_reason, "message")
             return httpx.Response(200, json={"choices": [choice], "usage": usage})
         return httpx.Response(200, text=self._stream(made, is_chat, top, usage))
+
+    def _rows(self, width: int) -> list[Row]:
+        """Return the distributions of a request while `width` requests are in flight."""
+        if self.fault.depends_on_width and width > 1:
+            return self.model.wide_rows
+        if not self._is_exact:
+            return self._random.choice(self.model.inexact_rows)
+        return self.model.rows
 
     def _stream(self, made: Output, is_chat: bool, top: int, usage: Mapping[str, int]) -> str:
         """Return the events of a stream, one for each step."""
@@ -97,7 +114,7 @@ class StubServer:
             group.append(token)
             following = made.tokens[number + 1] if number + 1 < len(made.tokens) else None
             if following is None or following[2] == 0:
-                words = "".join(self.model.words[t] for t, _, _ in group if t != END_ID)
+                words = "".join(self.model.pieces[t] for t, _, _ in group if t != END_ID)
                 piece = rest[: len(words)] if following is not None else rest
                 rest = rest[len(piece) :]
                 reason = made.finish_reason if following is None else None
@@ -122,15 +139,11 @@ class StubServer:
         if not top:
             return choice
         shown = [item for item in tokens if self._reports_end or item[0] != END_ID]
-        words = self.model.words
-        names = [words[token] for token, _, _ in shown]
-        digits = self._decimals
-        values = [0.0 if row is None else round(row.logprobs[token], digits) for token, row, _ in shown]
-        lists = [
-            [] if row is None else [(words[i], round(row.logprobs[i], digits), i) for i in row.order[:top]]
-            for _, row, _ in shown
+        names = [self.model.words[token] for token, _, _ in shown]
+        values = [
+            0.0 if row is None else round(row.logprobs[token], self._decimals) for token, row, _ in shown
         ]
-        finite = [[item for item in entries if item[1] > -math.inf] for entries in lists]
+        lists = [[] if row is None else self._entries(row, top) for _, row, _ in shown]
         if is_chat:
             choice["logprobs"] = {
                 "content": [
@@ -140,11 +153,21 @@ class StubServer:
                         "logprob": value,
                         "top_logprobs": [{"token": w, "logprob": v, "id": i} for w, v, i in entries],
                     }
-                    for name, (token, _, _), value, entries in zip(names, shown, values, finite, strict=True)
+                    for name, (token, _, _), value, entries in zip(names, shown, values, lists, strict=True)
                 ]
             }
             return choice
-        tops = [{word: value for word, value, _ in entries} for entries in finite]
+        tops = [{word: value for word, value, _ in entries} for entries in lists]
         choice["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
         choice["token_ids"] = [token for token, _, _ in shown]
         return choice
+
+    def _entries(self, row: Row, top: int) -> list[tuple[str, float, int]]:
+        """Return text, logprob and id of the most likely tokens of a row."""
+        key = (id(row), top)
+        if key not in self._lists:
+            finite = [i for i in row.order[:top] if row.logprobs[i] > -math.inf]
+            words, digits = self.model.words, self._decimals
+            # the row is kept, so that no other row gets its identity
+            self._lists[key] = row, [(words[i], round(row.logprobs[i], digits), i) for i in finite]
+        return self._lists[key][1]

@@ -1,0 +1,141 @@
+"""Servers of this project for `bench/audit.py ours`: every proposer and strategy, as `draftproof serve` runs.
+
+`smollm2`: the default model. `tiny`: random weights, with an MTP layer in the checkpoint and a draft model,
+for proposers that need one. A tied LM head repeats tokens, so that drafts are accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common.server_process import served
+from safetensors.torch import save_file
+
+from draftproof.audit.report.verdict import Report
+from draftproof.audit.runner import audit
+from draftproof.config import DEFAULT_MODEL
+from draftproof.models.draft_head.mtp_forms import MTP_FORMS
+from draftproof.models.expected_tensors import dummy_tensors, expected_tensors
+from draftproof.models.load import load_config
+
+MTP_FORM = "deepseek"
+MAX_TOKENS = 2048
+DRAFT_NOISE = 0.05  # standard deviation of what a weight of the draft model differs by
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
+SUFFIX = {"method": "suffix"}
+FIXED = {"adaptive": False}  # random drafts are accepted seldom and would be switched off
+PREDICTION = "The river begins high in the mountains, where the snow melts in spring. one two three four five"
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server: model, speculation, and fields of every request."""
+
+    model: str  # "smollm2" or "tiny"
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)
+    api: str = "completions"
+
+
+SERVERS: Mapping[str, Server] = {
+    "smollm2 ngram": Server("smollm2", NGRAM),
+    "smollm2 eagle3": Server("smollm2", {"method": "eagle3"}),
+    "smollm2 ngram topp": Server("smollm2", {**NGRAM, **FIXED, "verify_strategy": "topp"}),
+    "smollm2 ngram accept_all": Server("smollm2", {**NGRAM, **FIXED, "accept_policy": "accept_all"}),
+    "tiny none": Server("tiny"),
+    "tiny ngram": Server("tiny", NGRAM),
+    "tiny suffix": Server("tiny", SUFFIX),
+    "tiny draft_model": Server("tiny", {"method": "draft_model", "model": "draft", **FIXED}),
+    "tiny mtp": Server("tiny", {"method": "mtp", **FIXED}),
+    "tiny hybrid": Server("tiny", {"method": "hybrid", "proposers": [SUFFIX, NGRAM]}),
+    "tiny given": Server(
+        "tiny",
+        {"method": "given", **FIXED},
+        {"prediction": {"type": "content", "content": PREDICTION}},
+        "chat",
+    ),
+    "tiny ngram rejection": Server("tiny", {**NGRAM, **FIXED, "verify_strategy": "rejection"}),
+    "tiny ngram greedy": Server("tiny", {**NGRAM, **FIXED, "verify_strategy": "greedy"}),
+    "tiny ngram reject_all": Server("tiny", {**NGRAM, **FIXED, "accept_policy": "reject_all"}),
+    "tiny ngram topp": Server("tiny", {**NGRAM, **FIXED, "verify_strategy": "topp"}),
+    "tiny mtp topp": Server("tiny", {"method": "mtp", **FIXED, "verify_strategy": "topp"}),
+    "tiny ngram accept_all": Server("tiny", {**NGRAM, **FIXED, "accept_policy": "accept_all"}),
+}
+
+
+def ours(budget_tokens: int, cases: Collection[str] | None) -> Iterator[tuple[str, Report]]:
+    """Audit each server."""
+    with tempfile.TemporaryDirectory() as name:
+        target, draft = write_models(Path(name))
+        for case, server in SERVERS.items():
+            if cases is not None and case not in cases:
+                continue
+            speculation = dict(server.speculation)
+            if speculation.get("model") == "draft":
+                speculation["model"] = str(draft)
+            options = ["--device", "cpu", "--max-num-seqs", "16", "--max-model-len", str(MAX_TOKENS)]
+            if speculation:
+                speculation.setdefault("num_speculative_tokens", 4)
+                options += ["--speculative-config", json.dumps(speculation)]
+            model = str(target) if server.model == "tiny" else DEFAULT_MODEL
+            with served(model, *options) as program:
+                report = audit(
+                    program.url,
+                    api=server.api,
+                    budget_tokens=budget_tokens,
+                    body=server.body,
+                    timeout_seconds=600,
+                )
+            yield case, report
+
+
+def write_models(folder: Path) -> tuple[Path, Path]:
+    """Write a tiny model with an MTP layer, and a draft model with almost the same weights."""
+    sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests" / "support"))
+    from serving import make_folder
+
+    made = []
+    for name in ("target", "draft"):
+        (folder / name).mkdir()
+        path = make_folder(folder / name) / "config.json"
+        config = {**json.loads(path.read_text()), "max_position_embeddings": MAX_TOKENS, "dtype": "float32"}
+        if name == "target":
+            config["num_nextn_predict_layers"] = 1
+        path.write_text(json.dumps(config))
+        made.append(folder / name)
+    target, draft = made
+    config, _ = load_config(draft)
+    weights = dummy_tensors(config, torch.float32, 5)
+    generator = torch.Generator().manual_seed(7)
+    save_file({**weights, **mtp_layer(target, generator)}, target / "model.safetensors")
+    moved = {
+        k: t + DRAFT_NOISE * t.std() * torch.randn(t.shape, generator=generator) for k, t in weights.items()
+    }
+    save_file(moved, draft / "model.safetensors")
+    return target, draft
+
+
+def mtp_layer(folder: Path, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return an MTP layer that drafts from the embedding of the last token, with a little noise."""
+    config, _ = load_config(folder)
+    form, hidden, first = MTP_FORMS[MTP_FORM], config.hidden_size, config.num_layers
+    made = {}
+    for ours_, stored in form.names(0, first).items():
+        if ours_ == "eh_proj":
+            made[f"{stored}.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+        elif ours_ not in ("lm_head", "embed_tokens"):
+            made[f"{stored}.weight"] = torch.ones(hidden)
+    layer = f"model.layers.{first}."
+    for name, shape in expected_tensors(config.with_next_layers(1)).items():
+        if name.startswith(layer):
+            noise = 0.02 * torch.randn(shape, generator=generator)
+            stored = form.prefix(0, first) + name.removeprefix(layer)
+            made[stored] = 1 + noise if "norm" in name else noise
+    return made
