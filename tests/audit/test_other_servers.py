@@ -16,6 +16,7 @@ from draftproof.audit.probes.bookkeeping import defects
 from draftproof.audit.probes.replay import compared
 from draftproof.audit.probes.result import Plan, Status
 from draftproof.audit.self_test import STUB_URL
+from draftproof.audit.stats.listed import listed
 from draftproof.audit.stats.rows import rows
 from draftproof.audit.stub.generate import HONEST, Fault
 from draftproof.audit.stub.model import StubModel
@@ -121,7 +122,7 @@ def test_token_is_found_in_its_list_by_id() -> None:
     answer = Answer("x", "completions", {})
     fill(answer, [{"choices": [{"text": "\ubd83", "logprobs": {"content": [entry]}}]}], is_stream=False)
     assert not answer.problems
-    assert rows(answer.positions, 2).ranks.tolist() == [1]
+    assert rows(answer.positions, listed(answer.positions, 2)).ranks.tolist() == [1]
 
 
 @pytest.mark.parametrize(("hidden", "is_defect"), [(2, False), (6, True)])

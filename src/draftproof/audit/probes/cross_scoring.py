@@ -19,6 +19,7 @@ from draftproof.audit.prompts import sampling_prompt
 from draftproof.audit.stats.bernoulli import TOP1_ALTERNATIVES, BernoulliTest
 from draftproof.audit.stats.detectable import smallest_bias
 from draftproof.audit.stats.error_rate import ERROR_RATE
+from draftproof.audit.stats.listed import listed
 from draftproof.audit.stats.rows import rows
 
 TITLE = "the first endpoint samples the top-1 token with the probability that the second one reports"
@@ -50,7 +51,7 @@ def run(context: Context) -> list[Result]:
         scored = _scored(context, answer, prompt)
         if scored is None:
             return [not_testable(TEST, TITLE, "the second endpoint takes no token ids after a text")]
-        made = rows(scored, dialect.top_count)
+        made = rows(scored, listed(scored, dialect.top_count))
         test.update(made.is_top1, made.top1_probs)
         probs += made.top1_probs.tolist()
         answers.append(answer)
