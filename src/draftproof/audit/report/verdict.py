@@ -14,6 +14,7 @@ from draftproof.audit.probes.result import Result, Status
 from draftproof.audit.stats.error_rate import ERROR_RATE
 
 MAX_EPSILON = 0.1  # a larger detectable bias supports no statement
+ARGMAX_TESTS = ("greedy",)
 EQUALITY_TESTS = ("greedy", "greedy_repeat", "replay", "neighbours", "streaming")
 FINITE_E_VALUE = 1e300
 
@@ -100,7 +101,7 @@ class Report:
 
     def _sampled_statement(self) -> str:
         """Return what is known of the sampled tokens if other tests found the violations."""
-        if any(result.e_value is not None or result.test == "greedy" for result in self.violations):
+        if any(result.e_value is not None or result.test in ARGMAX_TESTS for result in self.violations):
             return ""
         texts = {
             "top1": "where it reports logprobs",

@@ -45,9 +45,9 @@ class Vocabulary:
 
     def numbers(self, positions: Sequence[Position], found: Listed) -> Ints:
         """Return the number of each listed text, [N, K]; UNKNOWN for empty places."""
-        made = np.full(found.probs.shape, UNKNOWN)
+        made, width = np.full(found.probs.shape, UNKNOWN), found.probs.shape[1]
         for row, number in enumerate(found.numbers):
-            texts = [text for text, _ in positions[number].top[: made.shape[1]]]
+            texts = [text for text, _ in positions[number].top[:width]]
             made[row, : len(texts)] = [*map(self._numbers.__getitem__, texts)]
         return made
 

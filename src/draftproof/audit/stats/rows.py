@@ -78,9 +78,9 @@ def rows(positions: Sequence[Position], found: Listed, prompt: str = "") -> Rows
 
 def _partial(positions: Sequence[Position], found: Listed) -> Bools:
     """Return which listed tokens are parts of characters, [N, K]."""
-    made = np.zeros(found.probs.shape, dtype=bool)
+    made, width = np.zeros(found.probs.shape, dtype=bool), found.probs.shape[1]
     for row, number in enumerate(found.numbers):
-        for place, (token, _) in enumerate(positions[number].top[: made.shape[1]]):
+        for place, (token, _) in enumerate(positions[number].top[:width]):
             made[row, place] = is_partial_text(token)
     return made
 
