@@ -58,9 +58,6 @@ class Request:
 PREDICTION_SOURCE = "given"  # source of drafts from a request's prediction
 
 
-PREDICTION_SOURCE = "given"  # source of drafts from a request's prediction
-
-
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
     """Device state of the running requests, S slots. The tensors never move: graphs hold their addresses."""
