@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from numba import njit
 from numba.core import caching
 from numba.core.caching import IndexDataCacheFile
 
+import kernel_variants
 from draftproof.numba_jit import native
 from draftproof.ops.cpu.jit.compile import KernelFiles, SourceCache, _closure_key
 
@@ -63,6 +66,28 @@ def test_closure_key_depends_on_values_and_not_on_the_process() -> None:
         return _closure_key(fn)
 
     assert made(2) == made(2) != made(3)
+
+
+def stored_by_kernels(folder: Path, *arguments: str) -> list[str]:
+    """Run kernels of one factory in a new process, with their cache in `folder`."""
+    path = folder / "kernel_variants.py"
+    if not path.exists():
+        path.write_text(Path(kernel_variants.__file__).read_text())
+    command = [sys.executable, str(path), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.slow
+def test_cached_kernel_beside_a_compiled_one_keeps_its_code(tmp_path: Path) -> None:
+    """Cache the kernel of 1; then compile that of 2 and load that of 1 in one process."""
+    (one,) = stored_by_kernels(tmp_path, "1")
+    two, again = stored_by_kernels(tmp_path, "2,1")
+    assert again == one != two
+    control = tmp_path / "control"
+    control.mkdir()
+    stored_by_kernels(control, "1", "1")
+    two, wrong = stored_by_kernels(control, "2,1", "1")  # symbols numbered from 1, as numba does
+    assert wrong == two != one
 
 
 def test_native_loops_compile_without_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

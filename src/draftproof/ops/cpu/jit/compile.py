@@ -8,6 +8,8 @@ numba's disk cache keeps it for the next start.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,12 +18,19 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 # (address of int64 arguments, rows, thread, threads, address of the thread's scratch)
 KERNEL_SIGNATURE = types.void(*[types.int64] * 5)
+
+# numba numbers functions from 1 in each process, and the number is all that distinguishes the symbols of two
+# device functions made by one factory. A kernel from the disk cache and one compiled here may then have one
+# symbol for different code, and the linker keeps the first. Random first numbers make symbols unique.
+SYMBOL_NUMBER_BITS = 62
+FunctionIdentity._unique_ids = itertools.count(secrets.randbits(SYMBOL_NUMBER_BITS))
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
