@@ -87,10 +87,10 @@ class SourceCache(FunctionCache):  # type: ignore[misc]
 
 
 def _closure_key(fn: Callable[..., Any]) -> Any:
-    """Return the name of a function and the values in its closure, the same in every process."""
+    """Return the module and name of a function, and the values in its closure, the same in every process."""
     cells = [cell.cell_contents for cell in fn.__closure__ or ()]
     values = [_closure_key(cell.py_func) if hasattr(cell, "py_func") else repr(cell) for cell in cells]
-    return fn.__qualname__, *values
+    return fn.__module__, fn.__qualname__, *values
 
 
 class Kernel:
