@@ -11,13 +11,14 @@ import torch
 
 import heads
 import tiny
+from checkpoint_copies import copy_of
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.live.operations import Operation
 from draftproof.errors import ConfigError, EngineDownError, LoadError
 from draftproof.models.load import Checkpoint
 from draftproof.models.rope import qk_to_pairs
-from draftproof.models.weight_formats import FloatWeight, WeightPacker
+from draftproof.models.weight_formats import WeightPacker
 from draftproof.models.weights.packed_tree import tensors_in
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
@@ -26,16 +27,6 @@ PARAMS = SamplingParams(temperature=0.8, max_tokens=6, logprobs=1, ignore_eos=Tr
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=1, ignore_eos=True)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 1}
 ONE_OF_EACH = ("llama", "ernie4_5", "smollm2")  # untied, interleaved with biases, tied
-
-
-def copy_of(name: str, change: bool = False) -> Checkpoint:
-    """Return a checkpoint of its own memory, since an update writes to it; with other values if `change`."""
-    made = tiny.checkpoint(name)
-    weights = {key: FloatWeight(weight.data.clone()) for key, weight in made.weights.items()}
-    generator = torch.Generator().manual_seed(5)
-    for weight in weights.values() if change else ():
-        weight.data.mul_(0.5).add_(torch.randn(weight.shape, generator=generator) / 16)
-    return replace(made, weights=dict(weights))
 
 
 def engine_of(checkpoint: Checkpoint, speculative: dict[str, Any] | None = None, **options: Any) -> Engine:

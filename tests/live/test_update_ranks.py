@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,28 +9,18 @@ import torch
 
 import heads
 import tiny
+from checkpoint_copies import copy_of
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.engine.parallel.split_weights import SplitWeights
 from draftproof.errors import LoadError
 from draftproof.models.load import Checkpoint
-from draftproof.models.weight_formats import FloatWeight
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from rank_threads import rank_threads
 
 PARAMS = SamplingParams(temperature=0.8, max_tokens=6, logprobs=1, ignore_eos=True)
 SIZES = {"max_model_len": 64, "max_num_seqs": 2, "kv_cache_tokens": 128, "max_num_batched_tokens": 32}
-
-
-def copy_of(name: str, change: bool = False) -> Checkpoint:
-    """Return a checkpoint of its own memory, since an update writes to it; with other values if `change`."""
-    made = tiny.checkpoint(name)
-    weights = {key: FloatWeight(weight.data.clone()) for key, weight in made.weights.items()}
-    generator = torch.Generator().manual_seed(5)
-    for weight in weights.values() if change else ():
-        weight.data.mul_(0.5).add_(torch.randn(weight.shape, generator=generator) / 16)
-    return replace(made, weights=dict(weights))
 
 
 def engine_of(checkpoint: Checkpoint, size: int, method: str = "ngram", **options: Any) -> Engine:

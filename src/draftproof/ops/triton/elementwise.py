@@ -192,12 +192,17 @@ def _norm_options(pdl: bool, block: int) -> dict[str, Any]:
     return launch_options(pdl, num_warps=max(1, min(8, block // 256)), enable_fp_fusion=False)
 
 
+def _column_grid(rows: int, width: int) -> tuple[tuple[int, int], int]:
+    """Return the grid of programs over rows and blocks of columns, and the columns of a block."""
+    block = min(1024, next_power_of_two(width))
+    return (rows, triton.cdiv(width, block)), block
+
+
 def embed(tokens: Tensor, table: Tensor, pdl: bool) -> Tensor:
     """Return the rows of `table` [V, D] at `tokens` [R]."""
     vocab, width = table.shape
     out = torch.empty((len(tokens), width), dtype=table.dtype, device=table.device)
-    block = min(1024, next_power_of_two(width))
-    grid = (len(tokens), triton.cdiv(width, block))
+    grid, block = _column_grid(len(tokens), width)
     embed_kernel[grid](tokens, table, out, vocab, D=width, BLOCK=block, **launch_options(pdl, num_warps=4))
     return out
 
@@ -240,8 +245,7 @@ def act_mul(gate_up: Tensor, activation: str, pdl: bool) -> Tensor:
     """Return act(gate) * up [R, INNER] of gate_up [R, 2 INNER]."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, next_power_of_two(inner))
-    grid = (rows, triton.cdiv(inner, block))
+    grid, block = _column_grid(rows, inner)
     options = launch_options(pdl, num_warps=4, enable_fp_fusion=False)  # as the GEMM that contains it
     act_mul_kernel[grid](gate_up, out, INNER=inner, BLOCK=block, ACTIVATION=activation, **options)
     return out
@@ -250,8 +254,7 @@ def act_mul(gate_up: Tensor, activation: str, pdl: bool) -> Tensor:
 def add(x: Tensor, residual: Tensor, pdl: bool) -> Tensor:
     """Return x + residual, [R, D] each."""
     out, (rows, width) = torch.empty_like(x), x.shape
-    block = min(1024, next_power_of_two(width))
-    grid = (rows, triton.cdiv(width, block))
+    grid, block = _column_grid(rows, width)
     add_kernel[grid](x, residual, out, D=width, BLOCK=block, **launch_options(pdl, num_warps=4))
     return out
 
@@ -259,8 +262,7 @@ def add(x: Tensor, residual: Tensor, pdl: bool) -> Tensor:
 def scale(x: Tensor, factor: float, pdl: bool) -> Tensor:
     """Return x [R, D] times `factor`."""
     out, (rows, width) = torch.empty_like(x), x.shape
-    block = min(1024, next_power_of_two(width))
-    grid = (rows, triton.cdiv(width, block))
+    grid, block = _column_grid(rows, width)
     scale_kernel[grid](x, out, factor, D=width, BLOCK=block, **launch_options(pdl, num_warps=4))
     return out
 
