@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from async_serving import run
 from draftproof import AsyncLLM
 from draftproof.errors import ConfigError
 from draftproof.serve.api import token_routes
@@ -24,6 +25,8 @@ from draftproof.serve.api.generation import prompt_parser, request_schema
 from draftproof.serve.api.generation.response_builder import generation_error
 from draftproof.serve.http import io, request_log
 from draftproof.serve.http.app import create_app
+from draftproof.serve.http.errors import ApiError
+from draftproof.serve.http.request_log import RequestRecord
 from draftproof.serve.http.server import HttpServer, uvicorn_config
 from draftproof.serve.settings import ApiKeys, Settings, read_keys
 from draftproof.text.grammar import process
@@ -135,6 +138,58 @@ def test_tokenizer_routes_count_as_open_requests_of_a_key(
         finally:
             release.set()
             sender.join()
+
+
+PROMPT = {"prompt": "one", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", PROMPT),
+        ("/v1/completions", {**PROMPT, "stream": True}),
+        ("/v1/chat/completions", {**CHAT, "stream": True}),
+        ("/v1/messages", {**CHAT, "model": "tiny", "stream": True}),
+        ("/v1/messages/count_tokens", {"messages": CHAT["messages"], "model": "tiny"}),
+        ("/v1/responses", {"input": "one", "max_output_tokens": 2, "stream": True}),
+        ("/v1/responses/input_tokens", {"input": "one"}),
+        ("/v1/embeddings", {"input": "one"}),
+        ("/tokenize", {"prompt": "one"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_next_request_is_admitted_with_the_last_bytes(folder: Any, path: str, body: Any) -> None:
+    """A key with one open request may send the next one as soon as it has the last byte."""
+    settings = Settings(max_concurrent_per_key=1, served_model_names=("tiny",))
+
+    async def post(engine: AsyncLLM) -> list[tuple[bytes, bool]]:
+        """Return the parts of a response, and whether a request is admitted when each of them is sent."""
+        app, parts = create_app(engine, settings), []
+        head = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": head}
+        bodies = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            return bodies.pop() if bodies else await asyncio.Future()
+
+        async def send(message: Any) -> None:
+            assert message.get("status", 200) == 200
+            if message.get("body"):
+                is_admitted = True
+                try:
+                    with app.state.guard.admit(RequestRecord("next", "POST", path, 0.0)):
+                        pass
+                except ApiError as error:
+                    is_admitted = error.status != 429
+                parts.append((message["body"], is_admitted))
+
+        await app(scope, receive, send)
+        return parts
+
+    parts = run(tiny(folder), post)
+    assert [is_admitted for _, is_admitted in parts] == [False] * (len(parts) - 1) + [True]
+    assert len(parts) > 1 or "stream" not in body
 
 
 def test_waiting_tokenizer_routes_delay_no_chat(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

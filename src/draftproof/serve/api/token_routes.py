@@ -46,7 +46,7 @@ class TokenRoutes:
             ids = await self._tokens(body)
             build = partial(self._tokenize_response, ids, bool(body.return_token_strs))
             data = await in_thread_if(len(ids) > LONG_TEXT_CHARACTERS, build, self._pool)
-            await send_body(send, data)
+        await send_body(send, data)
 
     async def _tokens(self, body: TokenizeRequest) -> list[int]:
         if (body.prompt is UNSET) == (body.messages is UNSET):
@@ -85,7 +85,7 @@ class TokenRoutes:
                 raise ApiError(400, text, "tokens")
             decode = partial(self._prompts.tokenizer.decode, body.tokens, bool(body.skip_special_tokens))
             text = await in_thread_if(count > LONG_TEXT_CHARACTERS, decode, self._pool)
-            await send_json(send, schema.DetokenizeResponse(prompt=text))
+        await send_json(send, schema.DetokenizeResponse(prompt=text))
 
     async def tokenizer_info(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Describe the tokenizer: special tokens, chat template, sizes."""

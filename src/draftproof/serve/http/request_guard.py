@@ -29,10 +29,10 @@ class ClientDisconnected(Exception):
 class ClientMonitor:
     """Watches the client of one request, and cancels the request's task when the client disconnects."""
 
-    def __init__(self, receive: Receive, guard: RequestGuard) -> None:
-        self._receive, self._guard = receive, guard
+    def __init__(self, receive: Receive, guard: RequestGuard, admission: Admission) -> None:
+        self._receive, self._guard, self._admission = receive, guard, admission
         self._cancel_reason: CancelReason | None = None
-        self.done = False  # the last byte was given to the socket: a disconnect is of no concern then
+        self._is_complete = False  # only the last bytes are still to send: a disconnect is of no concern then
         self.deadline = time.monotonic() + guard.settings.request_seconds
         self.sending_since: float | None = None
 
@@ -59,9 +59,14 @@ class ClientMonitor:
             pass
         self.cancel("gone")
 
+    def complete(self) -> None:
+        """End the count of the request: its last bytes are about to be sent."""
+        self._is_complete = True
+        self._admission.end()
+
     def cancel(self, reason: CancelReason) -> None:
         """Cancel the request's task, unless the response is complete."""
-        if self._cancel_reason is None and not self.done:
+        if self._cancel_reason is None and not self._is_complete:
             self._cancel_reason = reason
             self._task.cancel()
 
@@ -122,6 +127,26 @@ def create_shared_counts(settings: Settings, num_rows: int) -> tuple[int, OpenRe
     return fd, OpenRequestCounts(settings, 0, num_rows, fd)
 
 
+class Admission:
+    """Open request of an id and a key, in the counts until `end`.
+
+    A client that has the last byte of a response may send its next request at once, so the count of a request
+    ends before that byte is sent.
+    """
+
+    def __init__(self, record: RequestRecord, ids: set[str], counts: OpenRequestCounts) -> None:
+        self._id, self._key, self._ids, self._counts = record.id, record.key, ids, counts
+        self._is_open = True
+        ids.add(record.id)
+
+    def end(self) -> None:
+        """Remove the request from the counts, once."""
+        if self._is_open:
+            self._is_open = False
+            self._ids.discard(self._id)
+            self._counts.decrement(self._key)
+
+
 class RequestGuard:
     """Admission of requests and timeouts. `counts`: open requests shared with other processes."""
 
@@ -143,13 +168,14 @@ class RequestGuard:
         self.draining = True
 
     @contextmanager
-    def admit(self, record: RequestRecord) -> Iterator[None]:
-        """Count a request as open within the context; ApiError if a limit is reached."""
+    def admit(self, record: RequestRecord) -> Iterator[Admission]:
+        """Count a request as open until its admission or the context ends; ApiError if a limit is reached."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining")
         if record.id in self._ids:
             raise ApiError(400, f"a request with id {record.id!r} is already running", "request_id")
         total, of_key = self._counts.increment(record.key)
+        admission = Admission(record, self._ids, self._counts)
         try:
             if total > self.settings.max_concurrent:
                 text = f"{total - 1} requests are open: try again later"
@@ -158,11 +184,9 @@ class RequestGuard:
             if limit is not None and of_key > limit:
                 text = f"this key has {limit} open requests: try again later"
                 raise ApiError(429, text, code="too_many_of_key")
-            self._ids.add(record.id)
-            yield
+            yield admission
         finally:
-            self._ids.discard(record.id)
-            self._counts.decrement(record.key)
+            admission.end()
 
     def watch(self, client: ClientMonitor) -> None:
         """Check a client for timeouts until `unwatch`."""

@@ -78,8 +78,8 @@ class CompletionHandler:
             model = self.check_model(body.model)
             if body.request_id is not None:
                 record.id = body.request_id
-            with self._guard.admit(record), self._metrics.count_open():
-                async with ClientMonitor(receive, self._guard) as client:
+            with self._guard.admit(record) as admission, self._metrics.count_open():
+                async with ClientMonitor(receive, self._guard, admission) as client:
                     await self._handle(route, body, model, record, client, response)
         except ClientDisconnected as error:
             self._metrics.disconnects += 1
@@ -158,7 +158,7 @@ class CompletionHandler:
         builder.head["system_fingerprint"] = fingerprint(version)
         is_large = builder.parsed.num_logprob_entries > MAX_INLINE_LOGPROBS
         data = await in_thread_if(is_large, lambda: msgspec.json.encode(builder.whole(outputs)))
-        client.done = True
+        client.complete()
         record.status = 200
         await send_body(response.send, data)
         return outputs
@@ -212,7 +212,7 @@ class CompletionHandler:
         outputs: list[RequestOutput] = [stream.output for stream in streams]
         out = bytearray()
         encoder.close(out, outputs)
-        client.done = True
+        client.complete()
         record.status = 200
         await response.finish(bytes(out))
         return outputs

@@ -70,4 +70,4 @@ class TokenCounter:
             self._completions.check_model(body.model)
             prompts = self._completions.prompts
             ids = await prompts.conversation(chat_request(body, prompts))
-            await send_json(send, schema.TokenCount(input_tokens=len(ids)))
+        await send_json(send, schema.TokenCount(input_tokens=len(ids)))

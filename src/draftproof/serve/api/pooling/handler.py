@@ -67,8 +67,8 @@ class PoolingRoutes:
         model = self._completions.check_model(body.model)
         if body.request_id is not None:
             record.id = body.request_id
-        with self._guard.admit(record), self._metrics.count_open():
-            async with ClientMonitor(receive, self._guard) as client:
+        with self._guard.admit(record) as admission, self._metrics.count_open():
+            async with ClientMonitor(receive, self._guard, admission) as client:
                 check_priority(body, self.settings, record.key)
                 if body.user is not None:
                     record.fields["user"] = body.user
@@ -77,7 +77,7 @@ class PoolingRoutes:
                     data = await answer(body, head, record)
                 except RequestFailedError as error:
                     raise self._completions.generation_error(error.reason, error.error) from error
-                client.done = True
+                client.complete()
                 await send_body(send, data)
         self._metrics.whole_request.observe(time.perf_counter() - record.started)
 

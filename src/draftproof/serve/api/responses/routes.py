@@ -111,4 +111,4 @@ class InputTokenCounter:
                 ids = await self._completions.prompts.conversation(self._route.request(body, record))
             except ApiError as error:
                 raise self._route.error(error) from error
-            await send_json(send, InputTokenCount(input_tokens=len(ids)))
+        await send_json(send, InputTokenCount(input_tokens=len(ids)))
