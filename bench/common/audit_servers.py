@@ -18,6 +18,7 @@ import torch
 from common.server_process import served
 from safetensors.torch import save_file
 
+from draftproof.audit.prompts import PASSAGE
 from draftproof.audit.report.verdict import Report
 from draftproof.audit.runner import audit
 from draftproof.config import DEFAULT_MODEL
@@ -31,7 +32,6 @@ DRAFT_NOISE = 0.05  # standard deviation of what a weight of the draft model dif
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1}
 SUFFIX = {"method": "suffix"}
 FIXED = {"adaptive": False}  # random drafts are accepted seldom and would be switched off
-PREDICTION = "The river begins high in the mountains, where the snow melts in spring. one two three four five"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Server:
     """One server: model, speculation, and fields of every request."""
 
     model: str  # "smollm2" or "tiny"
-    speculation: Mapping[str, Any] = field(default_factory=dict)
+    speculation: Mapping[str, Any] | None  # None: off
     body: Mapping[str, Any] = field(default_factory=dict)
     api: str = "completions"
 
@@ -47,21 +47,24 @@ class Server:
 SERVERS: Mapping[str, Server] = {
     "smollm2 ngram": Server("smollm2", NGRAM),
     "smollm2 eagle3": Server("smollm2", {"method": "eagle3"}),
+    "smollm2 given": Server(
+        "smollm2",
+        {"method": "given", "prompt_lookup_min": 1, **FIXED},
+        {"prediction": {"type": "content", "content": PASSAGE}},
+        "chat",
+    ),
     "smollm2 ngram topp": Server("smollm2", {**NGRAM, **FIXED, "verify_strategy": "topp"}),
     "smollm2 ngram accept_all": Server("smollm2", {**NGRAM, **FIXED, "accept_policy": "accept_all"}),
-    "tiny none": Server("tiny"),
+    "tiny none": Server("tiny", None),
     "tiny ngram": Server("tiny", NGRAM),
     "tiny suffix": Server("tiny", SUFFIX),
     "tiny draft_model": Server("tiny", {"method": "draft_model", "model": "draft", **FIXED}),
     "tiny mtp": Server("tiny", {"method": "mtp", **FIXED}),
     "tiny hybrid": Server("tiny", {"method": "hybrid", "proposers": [SUFFIX, NGRAM]}),
-    "tiny given": Server(
-        "tiny",
-        {"method": "given", **FIXED},
-        {"prediction": {"type": "content", "content": PREDICTION}},
-        "chat",
-    ),
     "tiny ngram rejection": Server("tiny", {**NGRAM, **FIXED, "verify_strategy": "rejection"}),
+    "tiny draft_model rejection": Server(
+        "tiny", {"method": "draft_model", "model": "draft", **FIXED, "verify_strategy": "rejection"}
+    ),
     "tiny ngram greedy": Server("tiny", {**NGRAM, **FIXED, "verify_strategy": "greedy"}),
     "tiny ngram reject_all": Server("tiny", {**NGRAM, **FIXED, "accept_policy": "reject_all"}),
     "tiny ngram topp": Server("tiny", {**NGRAM, **FIXED, "verify_strategy": "topp"}),
@@ -77,13 +80,9 @@ def ours(budget_tokens: int, cases: Collection[str] | None) -> Iterator[tuple[st
         for case, server in SERVERS.items():
             if cases is not None and case not in cases:
                 continue
-            speculation = dict(server.speculation)
-            if speculation.get("model") == "draft":
-                speculation["model"] = str(draft)
+            config = speculative_config(server, draft)
             options = ["--device", "cpu", "--max-num-seqs", "16", "--max-model-len", str(MAX_TOKENS)]
-            if speculation:
-                speculation.setdefault("num_speculative_tokens", 4)
-                options += ["--speculative-config", json.dumps(speculation)]
+            options += ["--speculative-config", config]
             model = str(target) if server.model == "tiny" else DEFAULT_MODEL
             with served(model, *options) as program:
                 report = audit(
@@ -94,6 +93,16 @@ def ours(budget_tokens: int, cases: Collection[str] | None) -> Iterator[tuple[st
                     timeout_seconds=600,
                 )
             yield case, report
+
+
+def speculative_config(server: Server, draft: Path) -> str:
+    """Return the value of `--speculative-config`."""
+    if server.speculation is None:
+        return "off"
+    speculation = {"num_speculative_tokens": 4, **server.speculation}
+    if speculation.get("model") == "draft":
+        speculation["model"] = str(draft)
+    return json.dumps(speculation)
 
 
 def write_models(folder: Path) -> tuple[Path, Path]:
