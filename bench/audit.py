@@ -1,6 +1,6 @@
 """Power, false alarms and cost of `draftproof audit`; the last line of stdout is JSON.
 
-    python bench/audit.py stubs [--repetitions 100] [--honest 1000] [--stubs NAMES] [--workers 1]
+    python bench/audit.py stubs [--repetitions 100] [--honest 1000] [--first 0] [--stubs NAMES]
     python bench/audit.py paced [--speed 50]
     python bench/audit.py ours [--budget 12000] [--cases NAMES]
 
@@ -64,14 +64,17 @@ class StubRow:
 
 
 def stubs(
-    names: list[str], repetitions: int, honest: int, workers: int, minutes: float
+    names: list[str], repetitions: int, honest: int, first: int, workers: int, minutes: float
 ) -> list[dict[str, Any]]:
-    """Audit stub servers in turn until all are done or the time is over."""
+    """Audit stub servers in turn until all are done or the time is over.
+
+    first: number of the first audit of each; the number selects model and noise.
+    """
     rows = {name: StubRow(tally_of(name)) for name in names}
     variations = [name for name in names if name in VARIATIONS]
     share = -(-honest // max(1, len(variations)))
     counts = {name: share if name in VARIATIONS else repetitions for name in names}
-    tasks = [(i, name) for name in names for i in range(counts[name])]
+    tasks = [(i, name) for name in names for i in range(first, first + counts[name])]
     tasks.sort(key=lambda task: task[0])
     end = time.monotonic() + 60 * minutes
     with ProcessPoolExecutor(workers) as pool:
@@ -143,6 +146,7 @@ def main() -> None:
     parser.add_argument("part", choices=("stubs", "paced", "ours"))
     parser.add_argument("--repetitions", type=int, default=100, help="audits of each fault")
     parser.add_argument("--honest", type=int, default=1000, help="audits of all honest variations together")
+    parser.add_argument("--first", type=int, default=0, help="number of the first audit of each stub")
     parser.add_argument("--stubs", help="names of faults and variations separated by commas")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="of `stubs`, at most")
@@ -163,7 +167,7 @@ def main() -> None:
         finish("audit", {"paced": paced(options.speed)})
         return
     names = options.stubs.split(",") if options.stubs else [*FAULTS, *VARIATIONS]
-    made = stubs(names, options.repetitions, options.honest, options.workers, options.minutes)
+    made = stubs(names, options.repetitions, options.honest, options.first, options.workers, options.minutes)
     finish("audit", {"stubs": made})
 
 

@@ -13,7 +13,7 @@ from draftproof.audit.client.answer import Answer, Position
 from draftproof.audit.client.parse import fill
 from draftproof.audit.probes.against import _add_logprobs
 from draftproof.audit.probes.bookkeeping import defects
-from draftproof.audit.probes.replay import compared
+from draftproof.audit.probes.replay import compared, difference
 from draftproof.audit.probes.result import Plan, Status
 from draftproof.audit.self_test import STUB_URL
 from draftproof.audit.stats.listed import listed
@@ -141,3 +141,61 @@ def test_parts_of_characters_may_be_counted_and_not_listed() -> None:
     assert not defects(answer, set())
     answer.completion_tokens = 5
     assert defects(answer, set())
+
+
+def with_kept_stop(server: StubServer, extra_tokens: int) -> httpx.MockTransport:
+    """Return a transport that leaves the stop string in the text, and so many tokens behind it."""
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else {}
+        stops = body.pop("stop", None)
+        response = server.handle(httpx.Request(request.method, request.url, json=body) if stops else request)
+        if not stops:
+            return response
+        made = json.loads(response.content)
+        choice = made["choices"][0]
+        tokens = choice["logprobs"]["tokens"]
+        length = next(n for n in range(len(tokens) + 1) if stops[0] in "".join(tokens[:n])) + extra_tokens
+        for values in choice["logprobs"].values():
+            del values[length:]
+        choice |= {"text": "".join(tokens[:length]), "finish_reason": "stop"}
+        made["usage"]["completion_tokens"] = length
+        return httpx.Response(200, json=made)
+
+    return httpx.MockTransport(handle)
+
+
+@pytest.mark.parametrize(("extra_tokens", "status"), [(0, Status.DIFFERS), (1, Status.VIOLATED)])
+def test_stop_string_may_stay_in_the_text_and_nothing_behind_it(extra_tokens: int, status: Status) -> None:
+    transport = with_kept_stop(StubServer(StubModel(3), entropy=5), extra_tokens)
+    report = audit(STUB_URL, transport=transport, plan=PLAN, only=["options"])
+    assert report.result("stop").status is status
+    assert (report.result("agreement").status is Status.VIOLATED) == bool(extra_tokens)
+
+
+@pytest.mark.parametrize(("is_faulty", "status"), [(False, Status.EXACT), (True, Status.DIFFERS)])
+def test_greedy_outputs_are_compared_with_those_without_speculation(is_faulty: bool, status: Status) -> None:
+    server = StubServer(StubModel(3), entropy=5)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else {}
+        if is_faulty and "drafts" in body:
+            body["logit_bias"] = {"3": 100}
+            request = httpx.Request("POST", request.url, json=body)
+        return server.handle(request)
+
+    report = audit(
+        STUB_URL, transport=httpx.MockTransport(handle), plan=PLAN, only=["greedy"], without={"drafts": 0}
+    )
+    assert report.result("switch_greedy").status is status
+
+
+def test_difference_of_answers_without_tokens() -> None:
+    """Check what is stated about two texts, and about equal texts with other finish reasons."""
+    answers = [Answer("x", "completions", {}, text=text) for text in ("one two", "one on")]
+    assert difference(*answers) == "the texts differ: 'two' and 'on' at character 4"
+    ends = [
+        Answer("x", "completions", {}, text="a", finish_reason=reason, completion_tokens=count)
+        for reason, count in (("length", 24), ("stop", 4))
+    ]
+    assert difference(*ends) == "the finish reasons are 'length' and 'stop', with 24 and 4 tokens in usage"

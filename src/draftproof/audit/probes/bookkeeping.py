@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from draftproof.audit.client.answer import Answer
+from draftproof.audit.probes.replay import first_difference
 from draftproof.audit.probes.result import Context, Finding, Result, Status, call_of, not_testable
 from draftproof.audit.stats.listed import is_end_token
 
@@ -66,8 +67,10 @@ def defects(answer: Answer, enders: set[str]) -> list[str]:
     first_end = next((i for i, p in enumerate(answer.positions) if p.token in enders), count - 1)
     if first_end < count - 1:
         found.append(f"tokens after the end token: {count - 1 - first_end}")
+    # A server may leave the stop string in the text. Without tokens the test of the option decides.
+    before_last = "".join(answer.tokens()[:-1])
     for stop in stops:
-        if stop in answer.text:
+        if stop in answer.text and stop in before_last:
             found.append(f"the text holds the stop string: {stop!r}")
     if (
         answer.has_logprobs
@@ -77,16 +80,10 @@ def defects(answer: Answer, enders: set[str]) -> list[str]:
     ):
         joined = "".join(answer.tokens())
         if joined.strip() != answer.text.strip() and not _is_spaced(joined, answer.text):
-            found.append("text and tokens disagree: " + _first_difference(joined, answer.text))
+            found.append("text and tokens disagree: " + first_difference(joined, answer.text))
     return found
 
 
 def _is_spaced(joined: str, text: str) -> bool:
     """Return whether texts differ in spaces alone, as tokenizers with a dummy prefix do."""
     return joined.replace("\u2581", "").replace(" ", "") == text.replace(" ", "")
-
-
-def _first_difference(a: str, b: str) -> str:
-    """Return the first place where two texts differ."""
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return f"{a[at : at + 12]!r} and {b[at : at + 12]!r} at character {at}"

@@ -1,8 +1,12 @@
-"""Tests at temperature 0: the largest logprob, again, and beside other requests."""
+"""Tests at temperature 0: the largest logprob, again, beside other requests, and without speculation."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from draftproof.audit.client.answer import Answer, Position
+from draftproof.audit.client.endpoint import Call
+from draftproof.audit.probes.replay import NO_SWITCH, known_switch, switched
 from draftproof.audit.probes.result import Context, Finding, Result, Status, call_of, not_testable
 from draftproof.audit.prompts import COPIES, FREE
 
@@ -11,6 +15,7 @@ MAX_FINDINGS = 5
 
 LARGEST = "at temperature 0 each token has the largest reported logprob"
 AGAIN = "at temperature 0 outputs are equal, alone and beside other requests"
+SWITCHED = "at temperature 0 the output is the same without speculation"
 
 
 def run(context: Context) -> list[Result]:
@@ -18,19 +23,23 @@ def run(context: Context) -> list[Result]:
     plan = context.plan
     kinds = [prompt for pair in zip(COPIES, FREE, strict=False) for prompt in pair][: plan.greedy_prompts]
     rounds = []
-    for name in ("alone", "again"):
-        calls = [
-            context.call(f"greedy {name} {i}", prompt, plan.greedy_tokens, temperature=0)
-            for i, prompt in enumerate(kinds)
-        ]
-        rounds.append(context.send(calls, width=1))
-        context.on_progress("greedy", len(rounds) / 3)
-    calls = [
-        context.call(f"greedy together {i}", prompt, plan.greedy_tokens, temperature=0)
-        for i, prompt in enumerate(kinds)
+    for name, width in (("alone", 1), ("again", 1), ("together", len(kinds))):
+        rounds.append(context.send(_calls(context, name, kinds), width=width))
+        context.on_progress("greedy", len(rounds) / 4)
+    results = [_largest(context, rounds), _equal(rounds)]
+    plain = context.plain_body or known_switch(rounds[0])
+    if plain is None:
+        return [*results, not_testable("switch_greedy", SWITCHED, NO_SWITCH)]
+    other = context.send(_calls(context, "switched off", kinds, **plain), width=1)
+    return [*results, switched("switch_greedy", SWITCHED, rounds[0], other)]
+
+
+def _calls(context: Context, name: str, prompts: list[str], **options: Any) -> list[Call]:
+    """Return a request at temperature 0 for each prompt."""
+    return [
+        context.call(f"greedy {name} {i}", prompt, context.plan.greedy_tokens, temperature=0, **options)
+        for i, prompt in enumerate(prompts)
     ]
-    rounds.append(context.send(calls, width=len(calls)))
-    return [_largest(context, rounds), _equal(rounds)]
 
 
 def gap_nats(position: Position) -> float:

@@ -73,6 +73,9 @@ def _stop(context: Context, base: Answer) -> Result:
     finding = Finding(f"stop {stop!r}: {answer.text[-40:]!r}, finish reason {answer.finish_reason}", [call])
     if answer.text.rstrip() != cut.rstrip() and not _is_repeated(context, base, answer):
         return Result("stop", STOP, Status.DIFFERS, "the outputs are not reproducible", tokens)
+    if answer.finish_reason == "stop" and _ends_with_stop(context, answer, stop):
+        detail = f"the text keeps {stop!r} and ends at the token that completes it"
+        return Result("stop", STOP, Status.DIFFERS, detail, tokens, findings=[finding])
     if stop in answer.text or (answer.text == text and cut != text):
         return Result("stop", STOP, Status.VIOLATED, "text after the stop string", tokens, findings=[finding])
     if answer.text.rstrip() == cut.rstrip() and answer.finish_reason == "stop":
@@ -80,6 +83,20 @@ def _stop(context: Context, base: Answer) -> Result:
     if cut.startswith(answer.text.rstrip()) and answer.text.rstrip() != cut.rstrip():
         return Result("stop", STOP, Status.VIOLATED, "the text is cut too early", tokens, findings=[finding])
     return Result("stop", STOP, Status.DIFFERS, "the output differs from the one without stop", tokens)
+
+
+def _ends_with_stop(context: Context, answer: Answer, stop: str) -> bool:
+    """Return whether the last token completes the stop string, which the server leaves in the text.
+
+    One token less, without the option, must have a text without the string.
+    """
+    length = answer.token_count - 1
+    if stop not in answer.text:
+        return False
+    if length == 0:
+        return True
+    shorter = context.one(context.call("option stop shorter", COPIES[0], length, temperature=0))
+    return shorter.is_ok and shorter.token_count == length and stop not in shorter.text
 
 
 def _is_repeated(context: Context, *answers: Answer) -> bool:

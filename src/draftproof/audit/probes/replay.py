@@ -13,6 +13,7 @@ from draftproof.audit.prompts import NEIGHBOURS, sampling_prompt
 AGAIN = "the same seed gives the same output again"
 BESIDE = "the same seed gives the same output beside neighbours"
 SWITCHED = "the same seed gives the same output without speculation"
+NO_SWITCH = "no switch known: give its fields with --without"
 FIRST_SEED = 7000
 
 
@@ -33,20 +34,18 @@ def run(context: Context) -> list[Result]:
     context.on_progress("replay", 0.75)
     plain = context.plain_body or known_switch(first)
     if plain is None:
-        reason = "no switch known: give its fields with --without"
-        results.append(not_testable("switch", SWITCHED, reason))
+        results.append(not_testable("switch", SWITCHED, NO_SWITCH))
     else:
         other = context.send(_calls(context, "switched off", **plain), width=1)
-        results.append(_switched(first, other))
+        results.append(switched("switch", SWITCHED, first, other))
     return results
 
 
-def _switched(first: list[Answer], other: list[Answer]) -> Result:
+def switched(test: str, title: str, first: list[Answer], other: list[Answer]) -> Result:
     """Compare outputs with those without speculation; drafts that are still reported show no effect."""
     if any(answer.draft_tokens for answer in other):
-        reason = "the switch has no effect: drafts are still reported"
-        return not_testable("switch", SWITCHED, reason)
-    return compared("switch", SWITCHED, first, other)
+        return not_testable(test, title, "the switch has no effect: drafts are still reported")
+    return compared(test, title, first, other)
 
 
 def known_switch(answers: list[Answer]) -> Mapping[str, Any] | None:
@@ -98,8 +97,7 @@ def compared(test: str, title: str, first: list[Answer], second: list[Answer]) -
         pairs += 1
         tokens += b.token_count
         if not a.same_bits(b):
-            what = "only logprobs differ" if a.same_tokens(b) else difference(a, b)
-            findings.append(Finding(f"{a.label} and {b.label}: {what}", [call_of(a), call_of(b)]))
+            findings.append(Finding(f"{a.label} and {b.label}: {difference(a, b)}", [call_of(a), call_of(b)]))
     if not pairs:
         errors = [answer.error for answer in (*first, *second) if answer.error]
         return not_testable(test, title, errors[0] if errors else "no answers")
@@ -109,8 +107,21 @@ def compared(test: str, title: str, first: list[Answer], second: list[Answer]) -
 
 
 def difference(a: Answer, b: Answer) -> str:
-    """Return where two outputs part."""
+    """Return where two outputs part: tokens, text, finish reason, else logprobs."""
     for number, (x, y) in enumerate(zip(a.tokens(), b.tokens(), strict=False)):
         if x != y:
             return f"token {number} is {x!r} and {y!r}"
-    return f"the outputs have {len(a.positions)} and {len(b.positions)} tokens"
+    if len(a.positions) != len(b.positions):
+        return f"the outputs have {len(a.positions)} and {len(b.positions)} tokens"
+    if a.text != b.text:
+        return "the texts differ: " + first_difference(a.text, b.text)
+    if a.finish_reason != b.finish_reason:
+        counts = f"{a.completion_tokens} and {b.completion_tokens} tokens in usage"
+        return f"the finish reasons are {a.finish_reason!r} and {b.finish_reason!r}, with {counts}"
+    return "only logprobs differ"
+
+
+def first_difference(a: str, b: str) -> str:
+    """Return the first place where two texts differ."""
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return f"{a[at : at + 12]!r} and {b[at : at + 12]!r} at character {at}"
