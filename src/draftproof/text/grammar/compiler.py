@@ -8,7 +8,6 @@ end-of-text is allowed.
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 from collections import OrderedDict
@@ -16,10 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
@@ -29,10 +24,12 @@ from draftproof.text.grammar.process import GrammarProcess
 from draftproof.text.grammar.reasoning import ReasoningEnd
 from draftproof.text.grammar.regex_dialect import to_compiler_dialect
 from draftproof.text.grammar.string_patterns import rewrite_strings
+from draftproof.text.grammar.surrogates import SurrogateTokens
+from draftproof.text.grammar.text_grammar import TextGrammar
 from draftproof.text.reasoning.budget import ThinkingBudget
 from draftproof.text.reasoning.section import Reasoning, ReasoningSection, end_marker_ids
 from draftproof.text.tokenizer import Tokenizer
-from draftproof.types import Grammar, GrammarState
+from draftproof.types import Grammar
 
 COMPILE_SECONDS = 10.0  # time limit of one grammar
 MAX_COMPILED_CHARS = 32 << 20  # of a compiled grammar, serialized
@@ -61,6 +58,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[tuple[object, ...], _CachedGrammar] = OrderedDict()
         self._process: GrammarProcess | None = None
         self._info: Any = None
+        self._surrogates: SurrogateTokens | None = None
         self._ends: dict[str | int, ReasoningEnd] = {}
         self.seconds = COMPILE_SECONDS
 
@@ -105,8 +103,14 @@ class GrammarCompiler:
                 if len(cached.by_reasoning_end) >= MAX_CACHED_GRAMMARS:
                     cached.by_reasoning_end.clear()
                 end = self._reasoning_end(outputs.reasoning_end)
+                assert self._surrogates is not None  # set with the first compiled grammar
                 made = TextGrammar(
-                    cached.compiled, self._vocab_size, self._stops, end, self._forbidden(outputs)
+                    cached.compiled,
+                    self._vocab_size,
+                    self._stops,
+                    end,
+                    self._forbidden(outputs),
+                    self._surrogates,
                 )
                 cached.by_reasoning_end[outputs.reasoning_end] = made
             return cached.by_reasoning_end[outputs.reasoning_end]
@@ -158,6 +162,7 @@ class GrammarCompiler:
             self._info = xgrammar.TokenizerInfo(
                 vocabulary, xgrammar.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=self._stops
             )
+            self._surrogates = SurrogateTokens(vocabulary)
             self._process = process
             return process
 
@@ -237,112 +242,3 @@ def _literal(text: str) -> str:
     """Return a text as a string literal of the grammar language."""
     escaped = re.sub(r'["\\]', r"\\\g<0>", text)
     return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\x{ord(found[0]):02x}", escaped) + '"'
-
-
-# --- grammar state ------------------------------------------------------------------------------------------
-
-
-class TextGrammar:
-    """Compiled grammar, optionally after an unconstrained section. Shared by any number of requests."""
-
-    def __init__(
-        self,
-        compiled: Any,
-        vocab_size: int,
-        stops: Sequence[int],
-        end: ReasoningEnd | None,
-        forbidden: frozenset[int] = frozenset(),
-    ) -> None:
-        """`forbidden`: tokens that never follow, whatever the compiled grammar allows."""
-        self.compiled = compiled
-        self.words = math.ceil(vocab_size / 32)
-        self.forbidden = forbidden
-        bits = np.zeros(self.words * 32, np.bool_)
-        bits[list(forbidden)] = True
-        packed = np.packbits(bits, bitorder="little").view(np.int32)
-        self.allowed = torch.from_numpy(~packed) if forbidden else None  # [W]
-        self.stops = frozenset(stops)
-        self.end = end
-        self._closed: dict[int, Tensor] = {}
-
-    def start(self) -> GrammarState:
-        return TextGrammarState(self)
-
-    def free_mask(self, matched: int, matcher: Any) -> Tensor:
-        """Return the mask [W] of the unconstrained section, `matched` bytes into its end.
-
-        It forbids tokens that complete the end and continue with bytes that the grammar cannot begin with.
-        """
-        if matched not in self._closed:
-            assert self.end is not None
-            mask = torch.full((self.words,), -1, dtype=torch.int32)
-            view = mask.numpy().view(np.uint32)
-            for token, rest in self.end.overshooting(matched):
-                if matcher.accept_string(rest):
-                    matcher.rollback(1)
-                else:
-                    view[token // 32] &= ~np.uint32(1 << token % 32)
-            self._closed[matched] = mask
-        return self._closed[matched]
-
-
-class TextGrammarState:
-    """State of one request in its grammar. Every accepted token can be rolled back."""
-
-    def __init__(self, grammar: TextGrammar) -> None:
-        import xgrammar
-
-        self._grammar = grammar
-        self._matcher = xgrammar.GrammarMatcher(grammar.compiled)
-        self._row = torch.zeros((1, grammar.words), dtype=torch.int32)
-        self._free = grammar.end is not None
-        self._matched = 0  # bytes of the unconstrained section's end so far
-        # per token: was it unconstrained, bytes of the end matched before it, steps of the matcher
-        self._done: list[tuple[bool, int, int]] = []
-
-    def fill(self, row: Tensor) -> None:
-        """Fill row [W] int32: bit t % 32 of word t // 32 is set if token t may follow."""
-        if self._free:
-            row.copy_(self._grammar.free_mask(self._matched, self._matcher))
-        elif self._matcher.is_terminated():
-            row.zero_()
-            view = row.numpy().view(np.uint32)
-            for token in self._grammar.stops:
-                view[token // 32] |= np.uint32(1 << token % 32)
-        else:
-            # into a separate row: the matcher ignores strides
-            self._matcher.fill_next_token_bitmask(self._row)
-            row.copy_(self._row[0])
-            if self._grammar.allowed is not None:
-                row &= self._grammar.allowed
-
-    def accept(self, token: int) -> bool:
-        """Advance by a token; return False and change nothing if it may not follow."""
-        free, matched, steps = self._free, self._matched, 0
-        if free:
-            assert self._grammar.end is not None
-            self._matched, rest = self._grammar.end.advance(matched, token)
-            if rest is not None:
-                if rest:
-                    if not self._matcher.accept_string(rest):
-                        self._matched = matched
-                        return False
-                    steps = 1
-                self._free = False
-        elif not self._matcher.is_terminated():
-            if token in self._grammar.forbidden or not self._matcher.accept_token(token):
-                return False
-            steps = 1
-        elif token not in self._grammar.stops:
-            return False
-        self._done.append((free, matched, steps))
-        return True
-
-    def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens."""
-        steps = 0
-        for _ in range(count):
-            self._free, self._matched, more = self._done.pop()
-            steps += more
-        if steps:
-            self._matcher.rollback(steps)
