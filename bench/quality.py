@@ -1,30 +1,36 @@
 """Distance of quantised models from the model in floats, beside other implementations of the same scheme.
 
-    python bench/quality.py TEXT.jsonl [--model smollm2-135m] [--weights gguf,int8,fp8,int4,FOLDER]
-        [--kv int8,fp8] [--peer-weights int8,int4,FOLDER] [--tokens 20000] [--context 512]
+    python bench/quality.py TEXT.jsonl [--model smollm2-135m] [--weights gguf,gguf:float32,int8,fp8,FOLDER]
+        [--kv int8,fp8] [--peer-weights int8,int4,FOLDER] [--llama PYTHON] [--tokens 20000] [--context 512]
 
 Reads the texts of a JSON-lines file and joins them to contexts. For each format of the weights, and each
-storage of K and V, prints the mean KL divergence over the whole vocabulary from the model in fp32, and the
-share of tokens whose most likely successor differs. `--peer-weights`: what transformers computes too, formats
-from the folder that `draftproof quantize` writes; needs the package compressed-tensors. FOLDER is a quantised
-checkpoint of the same model. The last line of stdout is JSON.
+storage of K and V, prints the mean KL divergence over the whole vocabulary from the model in fp32 and in
+bf16, and the share of tokens whose most likely successor differs from the one in fp32. Activations are bf16;
+`:float32` after a format selects fp32. FOLDER is a quantised checkpoint of the same model.
+
+`--peer-weights`: what transformers computes in fp32 too, formats from the folder that `draftproof quantize`
+writes; needs the package compressed-tensors. `--llama`: what llama.cpp computes from the GGUF file of
+`--model`, with the Python of an environment that has xllamacpp. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from common.llama_logits import LlamaLogits
 from common.measure import finish
 from torch import Tensor
 
 from draftproof import LLM
 from draftproof.cli.main import main as draftproof
+from draftproof.models.hub import find_model
 from draftproof.models.runner import Runner
 
 PAGE_TOKENS = 16
@@ -97,6 +103,21 @@ def transformers_peer(model: str, form: str) -> Logprobs:
     return run
 
 
+def llama_peer(peer: LlamaLogits) -> Logprobs:
+    """Return the forward pass of llama.cpp."""
+
+    def run(ids: Tensor) -> Tensor:
+        logits = torch.frombuffer(peer.logits(ids.tolist()), dtype=torch.float32)  # [T * vocab]
+        return logits.view(len(ids), peer.vocab).log_softmax(-1)
+
+    return run
+
+
+def divergence(wanted: Tensor, found: Tensor) -> float:
+    """Return the KL divergence of two tables of logprobs [T, vocab], summed over their rows."""
+    return float((wanted.exp() * (wanted - found)).sum(dtype=torch.float64))
+
+
 def main() -> None:
     """Run the benchmark."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -106,6 +127,7 @@ def main() -> None:
     parser.add_argument("--weights", default="gguf,int8,fp8,int4")
     parser.add_argument("--kv", default="int8,fp8")
     parser.add_argument("--peer-weights", default="")
+    parser.add_argument("--llama", help="Python with xllamacpp")
     parser.add_argument("--tokens", type=int, default=20000)
     parser.add_argument("--context", type=int, default=512)
     options = parser.parse_args()
@@ -115,28 +137,42 @@ def main() -> None:
     exact_llm = engine(options.model, "float32", "none", options.context)
     bf16_llm = engine(options.model, "bfloat16", "none", options.context)
     exact = ours(exact_llm, options.context)
-    models: dict[str, Logprobs] = {"bfloat16": ours(bf16_llm, options.context)}
+    rounded = ours(bf16_llm, options.context)
+    models: dict[str, Logprobs] = {}
     for name in names["weights"]:
-        where, form = (name, None) if is_folder(name) else (options.model, name)
-        models[name] = ours(engine(where, "bfloat16", form, options.context), options.context)
+        weights, _, dtype = name.partition(":")
+        where, form = (weights, None) if is_folder(weights) else (options.model, weights)
+        models[name] = ours(engine(where, dtype or "bfloat16", form, options.context), options.context)
     for name in names["kv"]:
         models[f"kv {name}"] = ours(bf16_llm, options.context, name)
     for name in names["peer_weights"]:
         models[f"transformers {name}"] = transformers_peer(options.model, name)
+    about: dict[str, Any] = {}
+    if options.llama:
+        gguf = find_model(options.model)
+        llama = LlamaLogits(options.llama, gguf, options.context, torch.get_num_threads())
+        models["llama.cpp"], about["llama.cpp about"] = llama_peer(llama), llama.about
     lines = [json.loads(line) for line in options.text.read_text().splitlines()]
     text = "\n\n".join(part for line in lines for part in texts_of(line))
     ids = torch.tensor(exact_llm.tokenizer.encode(text)[: options.tokens])
-    total = dict.fromkeys(models, 0.0)
-    changed = dict.fromkeys(models, 0)
-    for context in ids.split(options.context):
-        wanted = exact(context)
-        for name, model in models.items():
-            found = model(context)
-            total[name] += float((wanted.exp() * (wanted - found)).sum(dtype=torch.float64))
+    total = dict.fromkeys(["bfloat16", *models], 0.0)
+    total_bf16 = dict.fromkeys(total, 0.0)
+    changed = dict.fromkeys(total, 0)
+    for number, context in enumerate(ids.split(options.context)):
+        print("context", number, file=sys.stderr, flush=True)
+        wanted, bf16 = exact(context), rounded(context)
+        for name in total:
+            found = models[name](context) if name in models else bf16
+            total[name] += divergence(wanted, found)
+            total_bf16[name] += divergence(bf16, found)
             changed[name] += int((wanted.argmax(-1) != found.argmax(-1)).sum())
-    figures: dict[str, Any] = {"tokens": len(ids), "context": options.context}
-    for name in models:
-        figures[name] = {"mean_kl": total[name] / len(ids), "changed_argmax": changed[name] / len(ids)}
+    figures: dict[str, Any] = {"tokens": len(ids), "context": options.context, **about}
+    for name in total:
+        figures[name] = {
+            "mean_kl": total[name] / len(ids),
+            "mean_kl_to_bf16": total_bf16[name] / len(ids),
+            "changed_argmax": changed[name] / len(ids),
+        }
         print(name, figures[name])
     finish("quality", figures)
 
