@@ -34,7 +34,7 @@ from draftproof.outputs import RequestOutput
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
 PROMPT_TOKENS = 24
 SWAPPED_LAYERS = (10, 11)
-SWAP_STEPS = 12  # decode steps before the swap
+SWAP_STEPS = 8  # decode steps before the swap
 Ids = list[int]
 
 
@@ -148,18 +148,21 @@ def update(model: str, prompts: list[Ids], tokens: int) -> dict[str, Any]:
             before = old.generate([prompt(p) for p in prompts], params, use_tqdm=False)
         with start(new, size, False) as fresh:
             whole = fresh.generate([prompt(p) for p in prompts], params, use_tqdm=False)
-            rest = [replace(params, max_tokens=tokens - cut) for cut in cuts]
-            begun = [prompt([*p, *i[:cut]]) for p, i, cut in zip(prompts, ids, cuts, strict=True)]
-            after = fresh.generate(begun, rest, use_tqdm=False)
-    rows = list(zip(ids, cuts, streams, before, after, strict=True))
+            open_ones = [i for i, cut in enumerate(cuts) if cut < tokens]  # streams that the swap interrupted
+            rest = [replace(params, max_tokens=tokens - cuts[i]) for i in open_ones]
+            begun = [prompt([*prompts[i], *ids[i][: cuts[i]]]) for i in open_ones]
+            after = list(zip(open_ones, fresh.generate(begun, rest, use_tqdm=False), strict=True))
     return {
         "streams": size,
         "streams_with_both_versions": sum(0 < cut < tokens for cut in cuts),
         "streams_whose_versions_ascend": ordered,
-        "wrong_before": sum(i[:cut] != b.outputs[0].token_ids[:cut] for i, cut, _, b, _ in rows),
-        "wrong_after": sum(i[cut:] != a.outputs[0].token_ids for i, cut, _, _, a in rows),
-        "wrong_logprobs_after": sum([e.logprobs[e.token_id].logprob for e in events[cut:]] != reported(a)
-                                    for _, cut, events, _, a in rows),
+        "wrong_before": sum(
+            i[:cut] != b.outputs[0].token_ids[:cut] for i, cut, b in zip(ids, cuts, before, strict=True)
+        ),
+        "wrong_after": sum(ids[i][cuts[i] :] != a.outputs[0].token_ids for i, a in after),
+        "wrong_logprobs_after": sum(
+            [e.logprobs[e.token_id].logprob for e in streams[i][cuts[i] :]] != reported(a) for i, a in after
+        ),
         "wrong_later": sum(
             one.outputs[0].token_ids != w.outputs[0].token_ids or reported(one) != reported(w)
             for one, w in zip(later, whole, strict=True)
@@ -168,7 +171,7 @@ def update(model: str, prompts: list[Ids], tokens: int) -> dict[str, Any]:
         "changed_by_the_swap": sum(
             b.outputs[0].token_ids != w.outputs[0].token_ids for b, w in zip(before, whole, strict=True)
         ),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -188,7 +191,7 @@ def main() -> None:
         lines = options.prompts.read_text().splitlines()[: max(options.answers, options.streams)]
         prompts = [llm.tokenizer.encode(json.loads(line)["prompt"])[:PROMPT_TOKENS] for line in lines]
     figures: dict[str, Any] = {
-        "update": update(options.model, prompts[: options.streams], 2 * options.tokens)
+        "update": update(options.model, prompts[: options.streams], 4 * options.tokens)
     }
     print(figures, flush=True)
     answers, accepted = generate(options.model, prompts[: options.answers], sizes["generate"], options.tokens)
