@@ -94,6 +94,15 @@ def test_stopped_audit_continues(tmp_path: Path) -> None:
     assert size > 1000
 
 
+@pytest.mark.parametrize("stages", [["sampling"], ["greedy", "options", "sampling"]])
+def test_sampling_uses_what_the_other_stages_leave(stages: list[str]) -> None:
+    """Check the tokens of an audit with a budget, to one batch of sampled answers."""
+    plan = replace(SMALL, sampling_tokens=500, budget_tokens=5_000)
+    transport = StubServer(StubModel(3), entropy=5).transport()
+    report = audit(STUB_URL, transport=transport, plan=plan, only=stages)
+    assert 5_000 <= report.generated_tokens + report.prompt_tokens < 6_200
+
+
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(RequestError, match="did you mean 'greedy'"):
         audit(STUB_URL, only=["gredy"])

@@ -68,11 +68,10 @@ def plan_for(suite: str, budget_tokens: int | None) -> Plan:
         raise RequestError(f"unknown suite {suite!r}: {nearest(suite, SUITES, 'quick or full')}")
     if budget_tokens is None:
         return SUITES[suite]
-    left = budget_tokens - FIXED_TOKENS[suite]
-    if left < SMALLEST_SAMPLING_TOKENS:
-        smallest = FIXED_TOKENS[suite] + SMALLEST_SAMPLING_TOKENS
+    smallest = FIXED_TOKENS[suite] + SMALLEST_SAMPLING_TOKENS
+    if budget_tokens < smallest:
         raise RequestError(f"a budget of {budget_tokens} tokens is too small: {suite} needs {smallest}")
-    return replace(SUITES[suite], sampling_tokens=left)
+    return replace(SUITES[suite], sampling_tokens=SMALLEST_SAMPLING_TOKENS, budget_tokens=budget_tokens)
 
 
 def audit(

@@ -50,7 +50,8 @@ class Result:
 class Plan:
     """Sizes of an audit in tokens and requests."""
 
-    sampling_tokens: int = 11_500  # prompts included
+    sampling_tokens: int = 11_500  # prompts included; with a budget, the smallest number
+    budget_tokens: int | None = None  # of the whole audit: the sampling test gets what the others leave
     answer_tokens: int = 256
     greedy_prompts: int = 4
     greedy_tokens: int = 40

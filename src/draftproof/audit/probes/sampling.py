@@ -31,6 +31,8 @@ def run(context: Context) -> list[Result]:
     tests = TokenTests(context.dialect.top_count)
     start, number, calls, placeholders = context.endpoint.total_tokens, 0, [], 0
     limit = context.plan.sampling_tokens
+    if context.plan.budget_tokens is not None:
+        limit = max(limit, context.plan.budget_tokens - start)
     while (used := context.endpoint.total_tokens - start) < limit and not tests.rejected():
         context.on_progress("sampling", used / limit)
         pairs = max(1, context.endpoint.concurrency // 2)
