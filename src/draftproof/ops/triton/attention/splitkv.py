@@ -59,8 +59,12 @@ class SplitTile(NamedTuple):
 
 
 # Maximum number of rows -> configuration. Three stages keep two blocks of keys in flight, because a span has
-# two blocks.
-TILES = ((8, SplitTile(16, 4, 3)), (1 << 30, SplitTile(16, 2, 3)))
+# two blocks; in the span loop two spans, which leaves room for one program per SM.
+TILES = (
+    (1, SplitTile(16, 4, 3, span_loop=True, merges_rows=True, max_programs=132)),
+    (8, SplitTile(16, 4, 3, span_loop=True, merges_rows=True, max_programs=528)),
+    (1 << 30, SplitTile(16, 2, 3)),
+)
 
 
 @triton.jit
