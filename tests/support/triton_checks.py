@@ -285,6 +285,9 @@ def elementwise() -> None:
             got, want = (each.forward.add_rms_norm(x, residual, weight, 1e-5) for each in (ops, ref))
             assert_close(got[0], want[0], dtype)
             assert torch.equal(got[1], want[1])
+            sums = x.float() * 1.001  # fp32 sums are rounded before they are added
+            rounded = ops.forward.add_rms_norm(sums.to(dtype), residual, weight, 1e-5)
+            assert all(map(torch.equal, ops.forward.add_rms_norm(sums, residual, weight, 1e-5), rounded))
             both = 4 * randn(5, 2 * width, seed=4, dtype=dtype)
             assert_close(ops.forward.act_mul(both), ref.forward.act_mul(both), dtype)
             assert torch.equal(ops.forward.embed(torch.tensor([4, 0, 4]), x), x[[4, 0, 4]])

@@ -43,7 +43,9 @@ def run_layers(
         x = attention_forward(ops, layer.attention, x, rows, ropes[i], cache, eps)
         if output_rows is not None and layer is layers[-1]:  # K and V are stored: other rows end here
             x, residual = x.index_select(0, output_rows), residual.index_select(0, output_rows)
-        x = block_output(ops, ops.forward.linear(x, layer.attention.out), layer, is_mlp=False, eps=eps)
+        is_added = adds_output(layer, layer.attention_output_norm) and layer.mlp_norm is not None
+        x = project(ops, x, layer.attention.out, is_added)
+        x = block_output(ops, x, layer, is_mlp=False, eps=eps)
         # the router of a mixture of experts reads the rows too, so they stay as they are
         reader = None if isinstance(layer.mlp, Moe) else layer.mlp.gate_up
         x, residual = add_norm(ops, x, residual, layer.mlp_norm, eps, reader)
@@ -53,6 +55,16 @@ def run_layers(
         if i in taps:
             tapped[i] = residual
     return x, residual, *(tapped[i] for i in taps)
+
+
+def adds_output(layer: Layer, output_norm: Tensor | None) -> bool:
+    """Return whether the output of a block is added to the residual as it is."""
+    return output_norm is None and layer.residual_scale == 1.0
+
+
+def project(ops: Ops, x: Tensor, packed: Any, is_added: bool) -> Tensor:
+    """Apply the output projection of a block to rows x; `is_added`: `add_norm` with a norm follows."""
+    return ops.forward.linear_sums(x, packed) if is_added else ops.forward.linear(x, packed)
 
 
 def block_output(ops: Ops, x: Tensor, layer: Layer, is_mlp: bool, eps: float) -> Tensor:
@@ -82,10 +94,11 @@ def mlp_block(
     ops: Ops, layer: Layer, x: Tensor, residual: Tensor, norm: Tensor | None, eps: float, reader: Any
 ) -> tuple[Any, Tensor]:
     """Add the layer's MLP of rows x to the residual, [R, hidden] each, and norm the sum; see `add_norm`."""
-    adds_output = layer.mlp_output_norm is None and layer.residual_scale == 1.0
-    if isinstance(layer.mlp, Moe) and adds_output and norm is not None:
+    is_added = adds_output(layer, layer.mlp_output_norm) and norm is not None
+    if isinstance(layer.mlp, Moe) and is_added:
+        assert norm is not None
         return ops.forward.moe_add_rms_norm(x, layer.mlp, residual, norm, eps, reader)
-    x = block_output(ops, mlp_forward(ops, layer.mlp, x), layer, is_mlp=True, eps=eps)
+    x = block_output(ops, mlp_forward(ops, layer.mlp, x, is_added), layer, is_mlp=True, eps=eps)
     return add_norm(ops, x, residual, norm, eps, reader)
 
 
@@ -124,11 +137,11 @@ def store_kv(
     return ops.forward.linear_rope_store(x, rows, attention, rope, cache, eps)
 
 
-def mlp_forward(ops: Ops, mlp: Mlp | Moe, x: Tensor) -> Tensor:
-    """Apply the gated MLP or the mixture of experts to rows x [R, hidden]: [R, hidden]."""
+def mlp_forward(ops: Ops, mlp: Mlp | Moe, x: Tensor, is_added: bool) -> Tensor:
+    """Apply the gated MLP or the mixture of experts to rows x [R, hidden]: [R, hidden]; see `project`."""
     if isinstance(mlp, Moe):
         return ops.forward.moe(x, mlp)
-    return ops.forward.linear(ops.forward.linear_act_mul(x, mlp.gate_up, mlp.activation), mlp.down)
+    return project(ops, ops.forward.linear_act_mul(x, mlp.gate_up, mlp.activation), mlp.down, is_added)
 
 
 def first_layer_input(

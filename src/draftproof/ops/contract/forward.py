@@ -44,6 +44,7 @@ class ForwardOps(LatentOps, ABC):
     has_independent_columns: ClassVar[bool] = True
 
     # Quantised weight formats that `pack_quantized` takes; a weight of another format is dequantised before.
+    norms_round_sums: ClassVar[bool] = False  # `add_rms_norm` takes fp32 sums, and rounds them itself
     weight_formats: ClassVar[frozenset[str]] = frozenset()
     int4_format: ClassVar[str] = "blocks"  # format that the engine's option quantization="int4" makes
     # Those that `embed` takes as a `QuantizedTable`; a table of another format is dequantised before.
@@ -96,7 +97,10 @@ class ForwardOps(LatentOps, ABC):
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(s), s) with s = x + residual rounded to x's dtype; both [R, D]."""
+        """Return (rms_norm(s), s) with s = x + residual rounded to the residual's dtype; both [R, D].
+
+        A backend with `norms_round_sums` takes x in fp32 too, and rounds it to that dtype before it is added.
+        """
 
     @abstractmethod
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -199,6 +203,10 @@ class ForwardOps(LatentOps, ABC):
         A sum starts with the best expert, adds weight times output by descending rank, then the shared
         expert, in fp32, and is rounded once.
         """
+
+    def linear_sums(self, x: Any, packed: Any) -> Tensor:
+        """Compute `linear` for `add_rms_norm`, which may round the result itself."""
+        return self.linear(x, packed)
 
     # Norms whose result is read by one weight. A backend may return the rows as its kernels for that weight
     # read them, e.g. quantised; only `linear` and the ops that contain it take such rows. Same bits.

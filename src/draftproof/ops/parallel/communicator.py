@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as distributed
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import AllgatherOptions, FileStore
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.communicator import Communicator
@@ -34,9 +34,11 @@ class ProcessCommunicator(Communicator):
 
     def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        out = x.new_empty((self.size, *x.shape))
+        out = x[None] if self.size == 1 else x.new_empty((self.size, *x.shape))  # one rank: in place
         if x.numel() and not _is_compiling(x):  # sent as bytes, so that every dtype can be
-            self._group._allgather_base(_as_bytes(out), _as_bytes(x)).wait()
+            options = AllgatherOptions()
+            options.asyncOp = False  # on the stream of the kernels: no event between it and a second stream
+            self._group._allgather_base(_as_bytes(out), _as_bytes(x), options).wait()
         return out
 
     def broadcast(self, x: Tensor) -> None:

@@ -91,6 +91,11 @@ class ParallelForward(ForwardOps):
             return every.transpose(0, 1).reshape(len(x), -1)[:, : packed.vocab_size].contiguous()
         return super().linear(x, packed, out_dtype)  # type: ignore[safe-super]
 
+    def linear_sums(self, x: Tensor, packed: Any) -> Tensor:
+        if self.norms_round_sums and isinstance(packed, RowParallelLinear):
+            return self._row_parallel(x, packed, torch.float32)
+        return self.linear(x, packed)
+
     def _row_parallel(self, x: Tensor, packed: RowParallelLinear, dtype: torch.dtype) -> Tensor:
         pieces = x.split(packed.widths, 1) if len(packed.parts) > 1 else (x,)
         sums = [

@@ -76,13 +76,13 @@ def add_rms_norm_kernel(
     x, residual, weight, out, total, eps, R,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store total = x + residual, rounded, and out = RMS norm of total, all [R, D]."""
+    """Store total = x + residual, each rounded, and out = RMS norm of total, all [R, D]."""
     pdl_sync(PDL)
     row = tl.program_id(0) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     column = tl.arange(0, BLOCK)
     here = row.to(tl.int64)[:, None] * D + column[None, :]
     ok = (row < R)[:, None] & (column < D)[None, :]
-    a = tl.load(x + here, mask=ok, other=0.0).to(tl.float32)
+    a = tl.load(x + here, mask=ok, other=0.0).to(residual.dtype.element_ty).to(tl.float32)
     b = tl.load(residual + here, mask=ok, other=0.0).to(tl.float32)
     w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
     summed = (a + b).to(total.dtype.element_ty)
@@ -230,8 +230,8 @@ def joined_norms(
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of x + residual [R, D], and the sum."""
-    out, total, (count, width) = torch.empty_like(x), torch.empty_like(x), x.shape
+    """Return the RMS norm of x + residual [R, D], and the sum; fp32 rows x are rounded first."""
+    out, total, (count, width) = torch.empty_like(residual), torch.empty_like(residual), x.shape
     block = next_power_of_two(width)
     rows = 1 if count <= MULTI_ROW_MIN_ROWS else max(1, min(ROWS_PER_PROGRAM, 4096 // block))
     add_rms_norm_kernel[(triton.cdiv(count, rows),)](

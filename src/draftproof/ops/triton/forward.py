@@ -46,6 +46,7 @@ class TritonForward(TritonLatent, TritonMoe):
     gather_last_layer_from_rows: ClassVar[int] = 1024
     weight_formats: ClassVar[frozenset[str]] = WEIGHT_FORMATS
     int4_format: ClassVar[str] = "w4a16"
+    norms_round_sums: ClassVar[bool] = True
 
     def __init__(self, launch: LaunchContext, cublas: Mode, one_launch: bool) -> None:
         self._launch, self.one_launch = launch, one_launch
@@ -98,9 +99,9 @@ class TritonForward(TritonLatent, TritonMoe):
         return elementwise.rms_norm(x, weight, eps, self._launch.early(x))
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x = kernel_utils.matrix("x", x)
-        residual = kernel_utils.matrix("residual", residual, x.shape[1], (x.dtype,))
-        weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
+        residual = kernel_utils.matrix("residual", residual)
+        x = kernel_utils.matrix("x", x, residual.shape[1], (residual.dtype, torch.float32))
+        weight = kernel_utils.vector("weight", weight, x.shape[1], (residual.dtype,))
         if len(residual) != len(x):
             raise ConfigError(f"x has {len(x)} rows, residual {len(residual)}")
         return elementwise.add_rms_norm(x, residual, weight, eps, self._launch.early(x))
@@ -119,7 +120,7 @@ class TritonForward(TritonLatent, TritonMoe):
     ) -> tuple[Tensor | QuantizedRows, Tensor]:
         if reader.format is None or not reader.quantizes_rows:
             return self.add_rms_norm(x, residual, weight, eps)
-        x = kernel_utils.matrix("x", x)
+        x = kernel_utils.matrix("x", x.to(residual.dtype))
         residual = kernel_utils.matrix("residual", residual, x.shape[1], (x.dtype,))
         weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
         return norm_quantize(x, residual, weight, eps, reader.format, self._launch.early(x))
