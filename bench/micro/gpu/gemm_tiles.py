@@ -1,90 +1,162 @@
-"""Times GEMM tiles on a GPU: candidates for the tuner (`gemm/autotune.py`) and the shipped `tiles_h200.json`.
+"""Times GEMM tiles on a GPU and prints the fastest as entries of the shipped `tiles_h200.json`.
 
-    PYTHONPATH=src python bench/micro/gpu/gemm_tiles.py [--shapes 576x1536,4096x14336] [--rows 8,64,256]
-        [--workers 12]
+    PYTHONPATH=src python bench/micro/gpu/gemm_tiles.py --kind w8a8 --shapes dense:4096x14336,fused:28672x4096
+        [--rows 1,8,64] [--workers 14] [--seconds 60]
 
 Workers first compile all candidates side by side; then one process times them, over rotating weights that
-together exceed the L2 cache. Every tile gives the same bits.
+together exceed the L2 cache. Every tile gives the same bits. An entry is printed where a tile is at least 3 %
+faster than the one that is used now. The last line of stdout is JSON.
 """
 
-# ruff: noqa: B008, B023 - every lambda here is called before its loop goes on
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
-from op_checks import GPU, LARGE, SMALL, randn
-from op_times import BF16, micros, weights
+from op_checks import GPU, randn
+from op_times import BF16, L2, micros
 
 from draftproof.ops.triton.backend import TritonOps
-from draftproof.ops.triton.gemm.tiles import Tile, default_tile, row_bucket
+from draftproof.ops.triton.gemm import fused
+from draftproof.ops.triton.gemm.tile_cache import _encode_key
+from draftproof.ops.triton.gemm.tiles import Tile, TileKey, row_bucket
 from draftproof.ops.triton.gemm.weight import PackedLinear
+from draftproof.ops.triton.quantized import gemm as quantized
+from draftproof.ops.triton.quantized.rows import prepare_rows
 
-ROOM = 200 << 10  # bytes of shared memory for the stages
+SHARED_BYTES = 210 << 10  # for the stages
+MIN_GAIN = 0.03
+MIN_BYTES_IN_FLIGHT = 20 << 10  # of the weight, per program with few rows
+ONE_ROW_TILES = (
+    (8, 2048, 4),
+    (8, 1024, 4),
+    (16, 1024, 4),
+    (4, 4096, 4),
+    (4, 2048, 4),
+    (16, 2048, 8),
+    (8, 1024, 2),
+)
 
 
-def candidates(rows: int, columns: int, depth: int) -> Iterator[Tile]:
-    large = columns * depth > 1 << 22
-    heights = (max(16, min(64, rows)),) if rows <= 64 else (64, 128)
-    widths = {8: (16, 32, 64) if large else (16, 32), 64: (32, 64, 128) if large else (16, 32)}
-    for bm in heights:
-        for bn in widths.get(rows, (64, 128, 256) if large else (32, 64)):
-            for bk in (64, 128, 256) if rows <= 64 else (64, 128):
-                for stages in (3, 4, 6, 8) if rows <= 64 else (3, 4, 5):
-                    for warps in (4,) if rows <= 64 and bm > 16 else (2, 4) if rows <= 16 else (4, 8):
-                        if (bm + bn) * bk * stages * 2 <= ROOM and bk * (stages - 1) < depth:
-                            yield Tile(bm, bn, bk, warps, stages)
-    yield default_tile("dense", rows, columns, "bf16")
+def heights(kind: str, rows: int) -> tuple[int, ...]:
+    """Return rows of a tile to try."""
+    if kind in ("fp8", "w4a16"):
+        return (64,) if rows <= 64 else (64, 128)
+    vector = (rows,) if kind == "w8a8" and rows == 1 else ()
+    return (*vector, 16) if rows <= 16 else (min(64, rows),) if rows <= 64 else (64, 128)
+
+
+def candidates(kind: str, rows: int, columns: int, depth: int, pairs: int) -> Iterator[Tile]:
+    """Return tiles to time; `pairs` 2: a fused kernel, whose tile has as many partner columns."""
+    size = 2 if kind == "bf16" else 1
+    for bm in heights(kind, rows):
+        if bm < 16:
+            for bn, bk, warps in ONE_ROW_TILES:
+                if bk <= depth and bm * bn * bk // 4 // (32 * warps) <= 128:
+                    yield Tile(bm, max(4, bn // pairs), bk, warps, 1, True)
+            continue
+        depths = {"fp8": (128,), "w4a16": (256,)}.get(kind, (128, 256, 512) if rows <= 64 else (64, 128))
+        widths = (16, 32, 64) if rows <= 32 else (32, 64, 128) if rows <= 64 else (64, 128, 256)
+        for bn, bk, stages in product(widths, depths, (4, 6, 8) if rows <= 64 else (3, 4, 5)):
+            warps = (2,) if bn == 16 and bm == 16 else (4,) if rows <= 64 else (4, 8)
+            used = (bm * (2 if kind in ("bf16", "w4a16") else 1) + bn * size) * bk * stages
+            is_deep = bk * size * bn * (stages - 1) >= MIN_BYTES_IN_FLIGHT or rows > 64
+            if used <= SHARED_BYTES and bk * (stages - 1) < depth and is_deep:
+                for count in warps:
+                    yield Tile(bm, max(16, bn // pairs), bk, count, stages, rows <= 16)
+
+
+def pack_random(ops: TritonOps, kind: str, columns: int, depth: int, seed: int) -> PackedLinear:
+    """Return a random weight in a format."""
+    weight = randn(columns, depth, seed=seed, dtype=BF16) / depth**0.5
+    if kind == "bf16":
+        return PackedLinear(weight, None)
+    scales = weight.abs().amax(1).float() / (127 if kind == "w8a8" else 448)
+    if kind == "w4a16":
+        groups = torch.ones((columns, depth // 128), dtype=BF16, device=GPU)
+        data = torch.randint(0, 255, (columns, depth // 2), dtype=torch.uint8, device=GPU)
+        return ops.forward.pack_quantized(kind, data, groups, None)
+    scaled = weight / scales[:, None]
+    data = scaled.round().to(torch.int8) if kind == "w8a8" else scaled.to(torch.float8_e4m3fn)
+    return ops.forward.pack_quantized(kind, data, scales, None)
+
+
+def make_call(
+    ops: TritonOps, variant: str, rows: int, packed: PackedLinear
+) -> Callable[[Tile], Callable[[], Any]]:
+    """Return a function of a tile that returns a launch."""
+    x = randn(rows, packed.depth, dtype=BF16)
+    columns = packed.columns if variant == "dense" else packed.columns // 2
+    out = torch.empty((rows, columns), dtype=BF16, device=GPU)
+    if packed.format is not None:
+        run = quantized.linear if variant == "dense" else quantized.linear_act_mul
+        inputs = prepare_rows(x, packed, False)
+        return lambda tile: partial(run, inputs, packed, out, True, tile)
+    if variant == "dense":
+        return lambda tile: partial(ops.forward.gemm, x, packed, out, True, tile)
+    return lambda tile: partial(fused.linear_act_mul, x, packed, out, True, tile)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SMALL + LARGE))
-    parser.add_argument("--rows", default="8,64,256")
-    parser.add_argument("--workers", type=int, default=12)
+    """Compile, time and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kind", default="bf16", choices=("bf16", "w8a8", "fp8", "w4a16"))
+    parser.add_argument("--shapes", required=True, help="variant:columns x depth, by commas")
+    parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=60, help="no new shape after this")
     parser.add_argument("--share", type=int, help="compile only, and only this worker's share")
     options = parser.parse_args()
-    alone = options.share is None
+    alone, begin = options.share is None, time.monotonic()
     if alone:
         command = [sys.executable, *sys.argv]
         working = [subprocess.Popen([*command, "--share", str(i)]) for i in range(options.workers)]
         for worker in working:
             worker.wait()
-    ops, number = TritonOps(GPU), 0
+        print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    ops, number, found = TritonOps(GPU), 0, {}
     for shape in options.shapes.split(","):
-        columns, depth = map(int, shape.split("x"))
-        held = weights(columns, depth) if alone else weights(columns, depth)[:1]
+        variant, _, sizes = shape.partition(":")
+        columns, depth = map(int, sizes.split("x"))
+        copies = max(2, min(24, -(-L2 // (columns * depth)))) if alone else 1
+        packed = [pack_random(ops, options.kind, columns, depth, seed) for seed in range(copies)]
         for rows in map(int, options.rows.split(",")):
-            x, out = randn(rows, depth, dtype=BF16), torch.empty((rows, columns), dtype=BF16, device=GPU)
-            packed = [PackedLinear(w, None) for w in held]
-            times = {}
-            for tile in dict.fromkeys(candidates(rows, columns, depth)):
+            if time.monotonic() - begin > options.seconds:
+                break
+            now = ops.forward.tiles.select(variant, rows, packed[0])  # type: ignore[arg-type]
+            makers = [make_call(ops, variant, rows, one) for one in packed]
+            times: dict[Tile, float] = {}
+            pairs = 2 if variant == "fused" else 1
+            for tile in dict.fromkeys((now, *candidates(options.kind, rows, columns, depth, pairs))):
                 number += 1
-                calls = [
-                    lambda p=packed[i % len(held)], t=tile: ops.forward.gemm(x, p, out, tile=t)
-                    for i in range(max(12, len(held)))
-                ]
                 try:
                     if alone:
+                        calls = [makers[i % copies](tile) for i in range(max(12, copies))]
                         times[tile] = micros(calls, 3)
                     elif number % options.workers == options.share:
-                        calls[0]()
+                        makers[0](tile)()
                 except Exception as error:  # a tile that does not fit
                     print(f"# {tile}: {type(error).__name__}", flush=True)
             if not alone:
                 continue
-            best = sorted(times, key=times.__getitem__)[:3]
-            now = times[default_tile("dense", rows, columns, "bf16")]
-            theirs = micros([lambda w=w: torch.mm(x, w.t(), out=out) for w in held], 3)
-            also = "; ".join(f"{tuple(t)} {times[t]}" for t in best[1:])
-            print(
-                f"{columns}x{depth} rows<={row_bucket(rows)}: {best[0]}, {times[best[0]]} µs at {rows}, "
-                f"now {now}, cuBLAS {theirs}; then {also}",
-                flush=True,
-            )
+            best = sorted(times, key=times.__getitem__)[:4]
+            bucket = row_bucket(rows, options.kind, depth)
+            key = _encode_key(TileKey(variant, columns, depth, options.kind, bucket))  # type: ignore[arg-type]
+            if times[best[0]] < (1 - MIN_GAIN) * times[now]:
+                found[key] = [*best[0][:5], bool(best[0][5])]
+            size = packed[0].weight.numel() * packed[0].weight.element_size()
+            line = "; ".join(f"{tuple(tile)} {times[tile]}" for tile in best)
+            print(f"{key}: floor {size / 4.8e6:.1f}, now {tuple(now)} {times[now]}; {line}", flush=True)
+    if alone:
+        print(json.dumps({"bench": "gemm_tiles", "kind": options.kind, "tiles": found}))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def _decode(text: str) -> dict[TileKey, Tile]:
         variant, columns, depth, kind, rows, top_k, num_experts = match.groups()
         *sizes, weight_first = numbers
         powers = all(isinstance(size, int) and size > 0 and size & (size - 1) == 0 for size in sizes[:4])
-        if len(sizes) != 5 or not powers or not 1 <= int(sizes[4]) <= 8 or min(sizes[:3]) < 16:
+        if len(sizes) != 5 or not powers or not 1 <= int(sizes[4]) <= 8 or sizes[2] < 16:
             raise ValueError(f"malformed tile {numbers} of {name!r}")
         max_rows = ANY_ROWS if rows == "any" else int(rows)
         key = TileKey(

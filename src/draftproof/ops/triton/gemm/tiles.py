@@ -27,6 +27,9 @@ class Tile(NamedTuple):
 Variant = Literal["dense", "fused", "experts", "experts_gate_up"]
 ANY_ROWS = 1 << 30
 ROW_BUCKETS = (16, 32, 64, 128, 256, 512, ANY_ROWS)  # maximum rows of each bucket
+ONE_ROW_KINDS = frozenset({"w8a8"})  # formats with tiles of one row, which do without the tensor core
+ONE_ROW_DEPTH = 16  # bytes that divide the depth of their weights: one load of a thread
+MIN_DOT_COLUMNS, MIN_ONE_ROW_COLUMNS = 16, 4  # of a tile: with the tensor core, and without
 
 
 class TileKey(NamedTuple):
@@ -67,22 +70,26 @@ FP32_TILES = {
 # that of a chunk (e4m3) or of the layout (4 bits).
 QUANTIZED_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "w8a8": {
+        1: (
+            Tile(1, 8, 1024, 4, 1, True), Tile(1, 8, 2048, 4, 1, True), Tile(1, 16, 1024, 4, 1, True),
+            Tile(16, 32, 512, 4, 6, True),
+        ),
         16: (
-            Tile(16, 32, 512, 4, 4, True), Tile(16, 32, 256, 4, 5, True), Tile(16, 64, 256, 4, 4, True),
-            Tile(16, 16, 512, 4, 5, True), Tile(16, 64, 128, 4, 5), Tile(16, 32, 128, 2, 8),
+            Tile(16, 32, 512, 4, 6, True), Tile(16, 16, 512, 2, 6, True), Tile(16, 64, 256, 4, 6, True),
+            Tile(16, 32, 512, 2, 4, True), Tile(16, 64, 128, 4, 5),
         ),
         32: (Tile(32, 32, 256, 4, 5, True), Tile(32, 64, 256, 4, 4, True), Tile(32, 64, 128, 4, 5)),
         64: (
-            Tile(64, 32, 256, 4, 5, True), Tile(64, 64, 128, 4, 5, True), Tile(64, 64, 256, 4, 4),
-            Tile(64, 128, 128, 4, 5),
+            Tile(64, 64, 256, 4, 4), Tile(64, 32, 256, 4, 6), Tile(64, 32, 512, 4, 4),
+            Tile(64, 64, 256, 4, 6), Tile(64, 128, 128, 4, 4),
         ),
         128: (
-            Tile(64, 64, 128, 4, 5), Tile(128, 64, 128, 4, 5), Tile(128, 128, 128, 8, 4),
-            Tile(64, 128, 128, 4, 4),
+            Tile(64, 64, 128, 4, 5), Tile(128, 64, 128, 4, 5), Tile(64, 128, 128, 4, 4),
+            Tile(128, 128, 128, 4, 3),
         ),
-        256: (Tile(128, 128, 128, 8, 4), Tile(128, 64, 128, 4, 5), Tile(64, 128, 128, 4, 4)),
-        512: (Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 3), Tile(128, 64, 128, 4, 5)),
-        ANY_ROWS: (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 4)),
+        256: (Tile(64, 64, 128, 4, 5), Tile(128, 128, 128, 4, 3), Tile(128, 64, 128, 8, 5)),
+        512: (Tile(128, 64, 128, 4, 4), Tile(128, 128, 128, 4, 3), Tile(128, 64, 128, 8, 3)),
+        ANY_ROWS: (Tile(128, 128, 128, 4, 3), Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 4)),
     },
     "fp8": {
         64: (
@@ -104,8 +111,10 @@ QUANTIZED_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
 QUANTIZED_TILES["fp8_block"] = QUANTIZED_TILES["fp8"]
 
 
-def row_bucket(rows: int) -> int:
+def row_bucket(rows: int, kind: str, depth: int) -> int:
     """Return the maximum number of rows of the bucket of `rows`."""
+    if rows == 1 and kind in ONE_ROW_KINDS and depth % ONE_ROW_DEPTH == 0:
+        return 1
     return next(limit for limit in ROW_BUCKETS if rows <= limit)
 
 
@@ -128,7 +137,8 @@ def default_tile(variant: Variant, rows: int, columns: int, kind: str) -> Tile:
 
 def fused_form(tile: Tile) -> Tile:
     """Return `tile` with half of its columns, because a fused kernel adds as many partner columns."""
-    return tile._replace(bn=max(16, tile.bn // 2))
+    smallest = MIN_DOT_COLUMNS if tile.bm >= MIN_DOT_COLUMNS else MIN_ONE_ROW_COLUMNS
+    return tile._replace(bn=max(smallest, tile.bn // 2))
 
 
 class TileTable:
@@ -144,7 +154,7 @@ class TileTable:
     def select(self, variant: Variant, rows: int, packed: PackedLinear) -> Tile:
         """Return the tile for `rows` rows of `packed`."""
         columns, kind = packed.columns, packed.kind_name
-        key = TileKey(variant, columns, packed.depth, kind, row_bucket(rows))
+        key = TileKey(variant, columns, packed.depth, kind, row_bucket(rows, kind, packed.depth))
         found = self.measured.get(key)
         if found is None and variant == "fused":  # half of the dense tile where only that was measured
             dense = self.measured.get(key._replace(variant="dense"))
@@ -152,5 +162,5 @@ class TileTable:
         if found is None:
             if self.on_miss is not None:
                 self.on_miss(key, packed, rows)
-            found = default_tile(variant, rows, columns, kind)
+            found = default_tile(variant, key.max_rows, columns, kind)
         return found

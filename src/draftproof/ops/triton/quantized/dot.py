@@ -1,8 +1,8 @@
 """Products of rows with quantised weights, one function per weight format, in a fixed order of K.
 
-Tiles, warps, stages and the number of rows change no bit: int8 products are summed in int32; e4m3 products
-in chunks of 128 by the tensor core, and chunks in fp32 by ascending K; 4-bit weights become bf16, and their
-products are summed as in `gemm/dense.py`.
+Tiles, warps, stages and the number of rows change no bit: int8 products are summed in int32, by the tensor
+core or, for one row, without it; e4m3 products in chunks of 128 by the tensor core, and chunks in fp32 by
+ascending K; 4-bit weights become bf16, and their products are summed as in `gemm/dense.py`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,54 @@ def dot_w8a8(
         a = load_x(x_at, k, row_ok, rk, K, EVEN_K, PDL_WAIT)
         total = tl.dot(a, b, total, out_dtype=tl.int32)
     return total.to(tl.float32)
+
+
+@triton.jit
+def dp4a(a, b, total, ASM: tl.constexpr):
+    """Add the products of the four int8 in each element of a and b, int32, to `total`."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+    for shift in tl.static_range(0, 32, 8):
+        total += ((a << (24 - shift)) >> 24) * ((b << (24 - shift)) >> 24)
+    return total
+
+
+@triton.jit
+def load_words(at, k, col_ok, word, words, EVEN_K: tl.constexpr):
+    """Load words [BN, BK / 4] of a weight from word k on; zeros beyond the last one."""
+    mask = col_ok[:, None] & (k < words)
+    if not EVEN_K:
+        mask = mask & (k + word < words)[None, :]
+    return tl.load(at + k, mask=mask, other=0)
+
+
+@triton.jit
+def dot_w8a8_row(
+    x, w, rm, wn, row_ok, col_ok, K, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    PDL_WAIT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Return the integer sums [1, BN] of one row in fp32, without the tensor core, whose tile has 16 rows.
+
+    Threads keep sums of their own words of four int8 and add them up at the end: integers have no order.
+    The next tile of the weight is loaded one iteration early. K is a multiple of 4.
+    """
+    word, words = tl.arange(0, BK // 4), K // 4
+    x_words, w_words = x.to(tl.pointer_type(tl.int32)), w.to(tl.pointer_type(tl.int32))
+    w_at = w_words + wn.to(tl.int64)[:, None] * words + word[None, :]
+    x_at = x_words + tl.sum(rm, 0).to(tl.int64) * words + word
+    limit = tl.sum(row_ok.to(tl.int32), 0) * words  # 0 for a row that does not exist
+    following = load_words(w_at, 0, col_ok, word, words, EVEN_K)
+    if PDL_WAIT:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((BN, BK // 4), tl.int32)
+    for k in range(0, words, BK // 4):
+        b = following
+        following = load_words(w_at, k + BK // 4, col_ok, word, words, EVEN_K)
+        a = tl.load(x_at + k, mask=k + word < limit, other=0)
+        total = dp4a(b, tl.broadcast_to(a[None, :], (BN, BK // 4)), total, ASM)
+    return tl.sum(total, 1)[None, :].to(tl.float32)
 
 
 @triton.jit

@@ -20,11 +20,12 @@ from draftproof.ops.triton.gemm.fused import load_rope_rows, rope_store_tile
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import INTERPRETED, launch_options
-from draftproof.ops.triton.quantized.dot import dot_fp8, dot_w4a16, dot_w8a8
+from draftproof.ops.triton.quantized.dot import dot_fp8, dot_w4a16, dot_w8a8, dot_w8a8_row
 from draftproof.ops.triton.quantized.rows import QuantizedRows
 
 GROUP = 8  # row tiles that traverse the columns of the weight together, so that they find it in L2
 INT4_ZERO = 8  # zero point of a symmetric 4-bit weight
+USE_DP4A = tl.constexpr(not INTERPRETED)  # the interpreter knows no assembly
 
 
 @triton.jit
@@ -43,6 +44,8 @@ def products(
             x, w, scales, zeros, rm, wn, row_ok, col_ok, N, K, BM, BN, HALF, INT4_ZERO, SCALE_GROUP, SHARED,
             HAS_ZEROS, PACKED_MATH, EVEN_K, PDL_WAIT,
         )  # fmt: skip
+    elif FORMAT == "w8a8" and BM == 1:
+        y = dot_w8a8_row(x, w, rm, wn, row_ok, col_ok, K, BN, BK, EVEN_K, PDL_WAIT, USE_DP4A)
     elif FORMAT == "w8a8":
         y = dot_w8a8(x, w, rm, wn, row_ok, col_ok, K, BM, BN, BK, EVEN_K, PDL_WAIT)
     else:
