@@ -6,8 +6,8 @@
 tokens that the requests of a step read. The other terms are exponentially weighted averages of the error of
 past predictions. A share of each error goes to the correction of the step's size and, less, of sizes near
 it. Of a step without drafts a share also goes to `per_key`, which takes up whatever else a step costs besides
-its rows. Steps with drafts leave `per_key` as it is: their rows read the same keys several times, and as a
-cost of context that would count for a step without drafts too.
+its rows. A step with drafts corrects neither `per_key` nor smaller sizes: its rows read the same keys several
+times. A step without drafts would seem as slow, and drafts free.
 
 A draft model that runs behind a step adds the seconds timed for it and an average of what it took longer.
 
@@ -66,6 +66,7 @@ class StepCost:
         self.table = np.array([self._rows, self._rows], np.float64)
         octaves = np.log2(self._sizes)
         self._influence = np.exp(-np.abs(octaves[:, None] - octaves) / NEIGHBOUR_OCTAVES)
+        self._draft_influence = np.triu(self._influence)  # of a step with drafts: not on smaller sizes
         self._draft_requests = sorted(draft_seconds)
         self._draft_seconds = [draft_seconds[count] for count in self._draft_requests]
         self._host_seconds = 0.0
@@ -133,7 +134,8 @@ class StepCost:
         size = bisect_left(self._sizes, rows)
         self._num_seen[size] += 1
         rate = max(SIZE_RATE, 1 / (1 + self._num_seen[size]))
-        self._correction += rate * error / self._base[size] * self._influence[size]
+        influence = self._draft_influence if has_drafts else self._influence
+        self._correction += rate * error / self._base[size] * influence[size]
         np.maximum(self._correction, MIN_CORRECTION, out=self._correction)
         if num_drafting:
             self._draft_overhead += DRAFT_RATE * error
