@@ -42,6 +42,8 @@ class PackedStore:
 
     def __init__(self, ops: Ops, path: Path) -> None:
         self._ops, self._path = ops, path
+        # one pool for all weights: each new thread may take memory of its own, which malloc keeps
+        self._pool = ThreadPoolExecutor(THREADS)
         self._file: IO[bytes] | None = None  # that new weights are written to
         self._map, self._index = _read(path)
         if self._map is None:
@@ -89,9 +91,8 @@ class PackedStore:
             return self._ops.forward.packed_state(chunk.format, chunk.data, chunk.scales)
 
         ranges = chunk_ranges(weights)
-        with ThreadPoolExecutor(THREADS) as pool:
-            for first in range(0, len(ranges), THREADS):
-                yield from pool.map(pack, ranges[first : first + THREADS])
+        for first in range(0, len(ranges), THREADS):
+            yield from self._pool.map(pack, ranges[first : first + THREADS])
 
     def _create(self) -> None:
         """Open a temporary file beside the target. A folder that cannot be written is logged."""
@@ -133,6 +134,10 @@ class PackedStore:
             self._file.close()
             self._temporary.unlink(missing_ok=True)
             self._file = None
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
 
     def finish(self) -> None:
         """Write the index and give the file its name."""
@@ -203,4 +208,6 @@ def packed_store(ops: Ops, weights: Sequence[WeightTensor]) -> Iterator[PackedSt
     except BaseException:
         store.discard()
         raise
+    finally:
+        store.close()
     store.finish()

@@ -15,6 +15,7 @@ from draftproof.ops.cpu.jit.resident_memory import release_start_up_memory
 from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team, aligned_bytes
 from draftproof.types import Rows
 
+RELEASE_CALLS = 4  # calls of a pass after which kernels outside it, as for sampling, are compiled too
 SINGLE_THREAD_ELEMENTS = 4096  # elements below which waking the thread pool costs more than it saves
 
 
@@ -67,6 +68,7 @@ class Captured:
         self._inputs: list[Tensor] = []  # [max_rows, ...]: arguments of a call besides the rows
         self._table: Tensor | None = None
         self._program: Program | None = None
+        self._calls = 0
 
     def _record(self, page_table: Tensor) -> Program:
         """Record the pass on static tensors."""
@@ -89,6 +91,9 @@ class Captured:
             self._inputs = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in inputs]
             self._program = self._record(table)
             self._table = table
+        self._calls += 1
+        if self._calls == RELEASE_CALLS:
+            release_start_up_memory()
         if count:
             parts = (rows.tokens, rows.positions, rows.slots, rows.kv_index, *inputs)
             for target, part in zip((*self._ints, *self._inputs), parts, strict=True):
