@@ -98,12 +98,26 @@ def test_ngram_proposer_passes_its_sizes_to_the_op():
     assert draft.logprobs is None and draft.probs is None and proposer.graph_safe
 
 
+def test_longer_match_is_preferred_to_a_later_one():
+    """Of a copy, the last five tokens are also at another place; a longer match has the right one."""
+    common = [21, 22, 23, 24, 25]
+    text = [11, 12, 13, *common, 31, 32, 41, *common, 51, 52, 11, 12, 13, *common]
+    for options, expected in (({}, [31, 32]), ({"prompt_lookup_max": 5}, [51, 52])):
+        proposer = make(NgramProposer, **options)
+        columns = lines(proposer.env.ops, 4, [text])
+        draft = proposer.draft(DeviceBatch(columns, torch.tensor([0]), torch.tensor([2])))
+        assert draft.tokens[0, :2].tolist() == expected
+
+
 def test_match_lengths_are_checked():
     def lengths(low=None, high=None):
         return match_lengths({"prompt_lookup_min": low, "prompt_lookup_max": high})
 
     assert (
-        lengths() == (2, 5) and lengths(3) == (3, 5) and lengths(7) == (7, 7) and lengths(None, 1) == (1, 1)
+        lengths() == (2, 16)
+        and lengths(3) == (3, 16)
+        and lengths(17) == (17, 17)
+        and lengths(None, 1) == (1, 1)
     )
     for low, high in ((0, 3), (4, 3), (True, 3), (1, 65), ("2", 3)):
         with pytest.raises(ConfigError):

@@ -15,6 +15,8 @@ from draftproof.types import DeviceBatch, Draft
 
 MATCH_OPTIONS: Mapping[str, Any] = {"prompt_lookup_min": None, "prompt_lookup_max": None}
 MAX_MATCH_TOKENS = 64
+DEFAULT_MIN_MATCH_TOKENS = 2
+DEFAULT_MAX_MATCH_TOKENS = 16  # of an edited copy, fewer often match at another place of the same file
 
 
 class NgramProposer(DeviceProposer):
@@ -40,8 +42,8 @@ def match_lengths(options: Mapping[str, Any]) -> tuple[int, int]:
     for name, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
         if value is not None:
             check_number(name, value, 1, MAX_MATCH_TOKENS)
-    high = high if high is not None else max(5, low or 0)
-    low = low if low is not None else min(2, high)
+    high = high if high is not None else max(DEFAULT_MAX_MATCH_TOKENS, low or 0)
+    low = low if low is not None else min(DEFAULT_MIN_MATCH_TOKENS, high)
     if low > high:
         raise ConfigError(f"prompt_lookup_min ({low}) is above prompt_lookup_max ({high})")
     return low, high
