@@ -99,7 +99,7 @@ def test_ngram_proposer_passes_its_sizes_to_the_op():
 
 
 def test_longer_match_is_preferred_to_a_later_one():
-    """Of a copy, the last five tokens are also at another place; a longer match has the right one."""
+    """The last five tokens of a copy are also at another place; a longer match has the right one."""
     common = [21, 22, 23, 24, 25]
     text = [11, 12, 13, *common, 31, 32, 41, *common, 51, 52, 11, 12, 13, *common]
     for options, expected in (({}, [31, 32]), ({"prompt_lookup_max": 5}, [51, 52])):
