@@ -24,6 +24,7 @@ import numpy as np
 
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
 CONTEXT_RATE = 1 / 16  # share of a prediction error that goes to the cost of a key
+FAST_CONTEXT_RATE = 1 / 2  # and where the step took less: it may be slowed by others, not sped up
 FIRST_CONTEXT_STEPS = 4  # observed steps without drafts that set the cost of a key
 SIZE_RATE = 1 / 16  # and to the correction of the step's size; more in its first steps
 DRAFT_RATE = 1 / 16  # and to the overhead of the draft model, if it ran
@@ -129,7 +130,9 @@ class StepCost:
         error = min(error, MAX_ERROR_SHARE * expected)
         if not has_drafts:
             self.num_plain_steps += 1
-            self._per_key += CONTEXT_RATE * error / keys
+            moved = (CONTEXT_RATE if error > 0 else FAST_CONTEXT_RATE) * error
+            self._per_key += moved / keys
+            error -= moved
         self._correction *= 1 - CORRECTION_DECAY
         size = bisect_left(self._sizes, rows)
         self._num_seen[size] += 1
