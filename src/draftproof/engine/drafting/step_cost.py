@@ -24,7 +24,7 @@ import numpy as np
 
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
 CONTEXT_RATE = 1 / 16  # share of a prediction error that goes to the cost of a key
-FAST_CONTEXT_RATE = 1 / 2  # and where the step took less: it may be slowed by others, not sped up
+FAST_CONTEXT_RATE = 1 / 6  # and where the step took less: it may be slowed by others, not sped up
 FIRST_CONTEXT_STEPS = 4  # observed steps without drafts that set the cost of a key
 SIZE_RATE = 1 / 16  # and to the correction of the step's size; more in its first steps
 DRAFT_RATE = 1 / 16  # and to the overhead of the draft model, if it ran
