@@ -38,7 +38,9 @@ class ProcessCommunicator(Communicator):
         if x.numel() and not _is_compiling(x):  # sent as bytes, so that every dtype can be
             options = AllgatherOptions()
             options.asyncOp = False  # on the stream of the kernels: no event between it and a second stream
-            self._group._allgather_base(_as_bytes(out), _as_bytes(x), options).wait()
+            work = self._group._allgather_base(_as_bytes(out), _as_bytes(x), options)
+            if work is not None:  # NCCL returns none for an operation on the current stream
+                work.wait()
         return out
 
     def broadcast(self, x: Tensor) -> None:

@@ -280,8 +280,8 @@ class SplitKVAttention:
         num_parallel = self.num_parallel_spans(num_rows, heads, rows.page_table, page_size)
         scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)
         tile = _tile(num_rows)
-        if width > 128 or q.dtype == torch.float32:
-            tile = tile._replace(stages=2)
+        if width > 128 or q.dtype == torch.float32:  # the span loop would take long to compile
+            tile = SplitTile(16, tile.warps, 2)
         group_padded = next_power_of_two(group)
         in_flight = spans_in_flight(tile.warps, group_padded, width) if tile.merges_rows else 0
         splitkv_attention_kernel[(num_rows, heads.num_kv, num_parallel)](
