@@ -10,8 +10,8 @@ every 8 to 64 steps each such request gets one draft, and after an accepted prob
 request is probed at once unless drafts of earlier requests were almost never accepted.
 
 A batch that always gets drafts would never run a step without them, and the cost model could not correct
-the seconds of such a step. So some of the first steps run without drafts, and later one in 32 where drafts
-are expected to gain little.
+the seconds of such a step. So some of the first steps run without drafts, and later one in 32, or one in 128
+where drafts are expected to gain much.
 """
 
 from __future__ import annotations
