@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,23 @@ pytest.importorskip("triton")
 
 from draftproof.errors import ConfigError
 from draftproof.ops.triton import compile_ahead
+from draftproof.ops.triton.attention import splitkv
 from draftproof.ops.triton.gemm import autotune
 from draftproof.ops.triton.gemm.cublas import Cublas
 from draftproof.ops.triton.gemm.select import Epilogue, GemmPath, GemmSelector, supports_fused
 from draftproof.ops.triton.gemm.tile_cache import cache_file, initial_tiles, load_tiles, save_tiles
-from draftproof.ops.triton.gemm.tiles import ANY_ROWS, ROW_BUCKETS, Tile, TileKey, TileTable, default_tile
+from draftproof.ops.triton.gemm.tiles import (
+    ANY_ROWS,
+    QUANTIZED_TILES,
+    ROW_BUCKETS,
+    Tile,
+    TileKey,
+    TileTable,
+    Variant,
+    default_tile,
+    fit_tile,
+    shared_bytes,
+)
 from draftproof.ops.triton.gemm.weight import PackedLinear, WeightKind
 
 
@@ -52,6 +65,35 @@ def test_unmeasured_shapes_get_defaults_and_are_reported() -> None:
     ]
 
 
+@pytest.mark.parametrize("max_shared_bytes", [99 << 10, 163 << 10, 227 << 10])
+def test_default_tiles_fit_into_the_shared_memory(max_shared_bytes: int) -> None:
+    variants: tuple[tuple[Variant, int], ...] = (
+        ("dense", 0),
+        ("fused", 0),
+        ("experts", 8),
+        ("experts_gate_up", 8),
+    )
+    for variant, top_k in variants:
+        kinds = ("bf16", "fp32", "w8a8", "fp8") if top_k else ("bf16", "fp32", *QUANTIZED_TILES)
+        for kind, columns, rows in product(kinds, (512, 4096, 8192, 1 << 20), ROW_BUCKETS):
+            key = TileKey(variant, columns, 4096, kind, rows, 16 * top_k, top_k)
+            tiles = autotune.candidate_tiles(key, max_shared_bytes)
+            assert max(shared_bytes(tile, variant, kind) for tile in tiles) <= max_shared_bytes
+    large = default_tile("dense", 600, 8192, "bf16")
+    assert fit_tile(large, "dense", "bf16", 227 << 10) == large
+    assert fit_tile(large, "dense", "bf16", 99 << 10) == large._replace(stages=2)
+    assert fit_tile(large._replace(bn=512), "dense", "bf16", 99 << 10) == large._replace(stages=2)
+
+
+def test_span_loop_is_used_where_the_shared_memory_has_room_for_it() -> None:
+    bf16, partials = torch.bfloat16, splitkv.PartialBuffers(torch.device("cpu"))
+    large, small = (splitkv.SplitKVAttention(partials, size) for size in (227 << 10, 99 << 10))
+    assert large.tile(1, 128, bf16).span_loop and large.tile(8, 128, bf16).span_loop
+    assert small.tile(1, 64, bf16).span_loop
+    for tile in (small.tile(1, 128, bf16), large.tile(1, 128, torch.float32), large.tile(1, 256, bf16)):
+        assert not tile.span_loop and tile.max_programs == splitkv.MAX_SPLIT_PROGRAMS
+
+
 def test_saved_tiles_are_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTPROOF_CACHE", str(tmp_path))
     path = cache_file("NVIDIA GeForce RTX 4090")
@@ -72,6 +114,7 @@ BROKEN = {
     "key": json.dumps({"version": 1, "tiles": {"dense 64 bf16": [16, 16, 64, 2, 3, False]}}),
     "sizes": json.dumps({"version": 1, "tiles": {"dense 64x64 bf16 rows<=16": [16, 24, 64, 2, 3, False]}}),
     "short": json.dumps({"version": 1, "tiles": {"dense 64x64 bf16 rows<=16": [16, 16]}}),
+    "height": json.dumps({"version": 1, "tiles": {"dense 64x64 w8a8 rows<=16": [1, 16, 64, 2, 3, False]}}),
     "stages": json.dumps({"version": 1, "tiles": {"dense 64x64 bf16 rows<=16": [16, 16, 64, 2, 99, False]}}),
 }
 

@@ -40,8 +40,10 @@ from draftproof.ops.triton import graphs, kl_grad
 from draftproof.ops.triton.attention import merge, prefill, worklist
 from draftproof.ops.triton.attention import splitkv as attention_kernels
 from draftproof.ops.triton.attention.tiles import TileConfig
-from draftproof.ops.triton.gemm import dense, fused, tiles
+from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.tiles import Tile
+from draftproof.ops.triton.quantized import gemm as quantized
+from draftproof.ops.triton.quantized.rows import QuantizedRows, prepare_rows
 from draftproof.ops.triton.sampling import topk, topk_topp
 from draftproof.train.model import loss
 from opcheck import Paged, assert_close, bits
@@ -264,12 +266,22 @@ def weight_loaded_first_does_not_change_bits() -> None:
 
 
 @check
-def default_tiles_fit_and_row_buckets_are_monotonic() -> None:
-    for rows in (1, 16, 17, 64, 65, 128, 256, 512, 513, 8192):
-        for columns in (1, 576, 960, 3072, 4096, 6144, 28672, 128256):
-            for kind, size in {"bf16": 2, "fp32": 4, "w8a8": 1, "fp8": 1}.items():
-                tile = tiles.default_tile("dense", rows, columns, kind)
-                assert (tile.bm + tile.bn) * tile.bk * tile.stages * size <= 224 << 10, (rows, columns, tile)
+def one_row_tile_does_not_change_bits_of_w8a8() -> None:
+    random = torch.Generator().manual_seed(1)
+    for depth in (128, 208, 320):  # one iteration, an incomplete second one, an incomplete third one
+        data = torch.randint(-127, 128, (40, depth), generator=random).to(torch.int8)
+        packed = ops.forward.pack_quantized("w8a8", data, randn(40, seed=2).abs())
+        rows = prepare_rows(randn(3, depth, seed=3, dtype=torch.bfloat16), packed, False)
+        want, got = torch.empty(3, 40), torch.empty(1, 40)
+        quantized.linear(rows, packed, want, False, Tile(16, 16, 64, 4, 2))
+        for at in range(3):
+            row = QuantizedRows(rows.values[at : at + 1], rows.scales[at : at + 1], rows.dtype)
+            quantized.linear(row, packed, got, False, Tile(1, 8, 128, 4, 1))
+            assert torch.equal(got[0], want[at]), (depth, at)
+
+
+@check
+def row_buckets_are_monotonic() -> None:
     sizes = [graphs.bucket_of(rows) for rows in range(1, 3001)]
     assert all(size >= rows for rows, size in enumerate(sizes, start=1))
     assert sorted(set(sizes)) == [*graphs.CAPTURED_ROWS, 1024, 1536, 2048, 2560, 3072]

@@ -10,8 +10,12 @@ Times are microseconds of a call, from a graph of many calls over caches that to
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # bench/
+
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +24,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from common.measure import finish
 from op_checks import GPU, LARGE_HEADS, PAGE, SMALL_HEADS, randn
 from op_times import BF16, micros
 from torch import Tensor
@@ -219,7 +224,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of the name of a case")
     options = parser.parse_args()
     ops = TritonOps(GPU, pdl=False)  # an op alone is timed without its neighbours
-    report: dict[str, Any] = {"bench": "attention_variants", "device": torch.cuda.get_device_name()}
+    report: dict[str, Any] = {}
     held = {case: Inputs(case) for case in CASES if options.only in case.name}
     compile_all(ops, held)
     report["seconds to compile"] = round(time.perf_counter() - begun, 1)
@@ -229,7 +234,7 @@ def main() -> None:
         else:
             report[case.name] = measure(ops, case, inputs)
     report["seconds"] = round(time.perf_counter() - begun, 1)
-    print(json.dumps(report))
+    finish("attention_variants", report)
 
 
 if __name__ == "__main__":

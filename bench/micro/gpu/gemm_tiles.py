@@ -10,10 +10,13 @@ faster than the one that is used now. The last line of stdout is JSON.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # bench/
+
+import argparse
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,12 +24,13 @@ from itertools import product
 from typing import Any
 
 import torch
+from common.measure import finish
 from op_checks import GPU, randn
 from op_times import BF16, L2, micros
 
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import fused
-from draftproof.ops.triton.gemm.tile_cache import _encode_key
+from draftproof.ops.triton.gemm.tile_cache import encode_key
 from draftproof.ops.triton.gemm.tiles import Tile, TileKey, row_bucket
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.quantized import gemm as quantized
@@ -34,6 +38,7 @@ from draftproof.ops.triton.quantized.rows import prepare_rows
 
 SHARED_BYTES = 210 << 10  # for the stages
 MIN_GAIN = 0.03
+VARIANTS = ("dense", "fused")
 MIN_BYTES_IN_FLIGHT = 20 << 10  # of the weight, per program with few rows
 ONE_ROW_TILES = (
     (8, 2048, 4),
@@ -122,9 +127,11 @@ def main() -> None:
         for worker in working:
             worker.wait()
         print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-    ops, number, found = TritonOps(GPU), 0, {}
+    ops, number, found, measured = TritonOps(GPU), 0, {}, {}
     for shape in options.shapes.split(","):
         variant, _, sizes = shape.partition(":")
+        if variant not in VARIANTS:
+            parser.error(f"{shape}: the variant is one of {', '.join(VARIANTS)}")
         columns, depth = map(int, sizes.split("x"))
         copies = max(2, min(24, -(-L2 // (columns * depth)))) if alone else 1
         packed = [pack_random(ops, options.kind, columns, depth, seed) for seed in range(copies)]
@@ -149,14 +156,19 @@ def main() -> None:
                 continue
             best = sorted(times, key=times.__getitem__)[:4]
             bucket = row_bucket(rows, options.kind, depth)
-            key = _encode_key(TileKey(variant, columns, depth, options.kind, bucket))  # type: ignore[arg-type]
+            key = encode_key(TileKey(variant, columns, depth, options.kind, bucket))  # type: ignore[arg-type]
             if times[best[0]] < (1 - MIN_GAIN) * times[now]:
                 found[key] = [*best[0][:5], bool(best[0][5])]
             size = packed[0].weight.numel() * packed[0].weight.element_size()
+            measured[key] = {
+                "floor us": round(size / 4.8e6, 1),
+                "used now": [list(now), times[now]],
+                "fastest": [[list(tile), times[tile]] for tile in best],
+            }
             line = "; ".join(f"{tuple(tile)} {times[tile]}" for tile in best)
             print(f"{key}: floor {size / 4.8e6:.1f}, now {tuple(now)} {times[now]}; {line}", flush=True)
     if alone:
-        print(json.dumps({"bench": "gemm_tiles", "kind": options.kind, "tiles": found}))
+        finish("gemm_tiles", {"kind": options.kind, "tiles": found, "us": measured})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # bench/
 sys.path.insert(0, str(Path(__file__).parent))
 
 import argparse
-import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
+from common.measure import finish
 from op_checks import GPU, randn
 from op_times import micros
 from torch import Tensor
@@ -208,7 +208,7 @@ def main() -> None:
             found.setdefault(str(rows), {})[label] = line
             print(f"rows {rows} {label}: {line}", flush=True)
     if alone:
-        print(json.dumps({"shape": options.shape, "format": options.format, "rows": found}))
+        finish("moe_kernels", {"shape": options.shape, "format": options.format, "rows": found})
 
 
 if __name__ == "__main__":

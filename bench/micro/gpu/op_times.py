@@ -1,8 +1,10 @@
 """Checks and times the triton backend on a GPU. Needs torch, triton, numpy, safetensors and this repository.
 
-    PYTHONPATH=src python bench/micro/gpu/op_times.py            checks, timings, a SmolLM2-shaped forward pass: JSON on the last lin
-            PYTHONPATH=src python bench/micro/gpu/op_times.py            checks, timings, a SmolLM2-shaped forward pass: JSON on the last line
-    --only checks|gemm|attention|small|sampling|step|forward  some of it; --seconds 280 is when it stops starting new parts
+    PYTHONPATH=src python bench/micro/gpu/op_times.py [--only checks|gemm|attention|small|sampling|step|forward]
+        [--seconds 280] [--abreast]
+
+Without --only: checks, times and a forward pass in the shape of SmolLM2. No part starts after --seconds.
+The last line of stdout is JSON.
 
 Times are per call, from CUDA graphs of many calls over rotating inputs that together exceed the L2 cache.
 Most of a first run is compilation: --abreast runs the checks side by side. Tiles: bench/micro/gpu/gemm_tiles.py.

@@ -50,17 +50,19 @@ class TritonForward(TritonLatent, TritonMoe):
 
     def __init__(self, launch: LaunchContext, cublas: Mode, one_launch: bool) -> None:
         self._launch, self.one_launch = launch, one_launch
-        self.tiles = TileTable(initial_tiles(launch.chip.name, launch.chip.capability) if launch.cuda else {})
+        chip = launch.chip
+        measured = initial_tiles(chip.name, chip.capability) if launch.cuda else {}
+        self.tiles = TileTable(measured, chip.shared_per_program)
         self.gemm = dense.Gemm(self.tiles)
         self.cublas = Cublas(self.gemm, cublas)
         self.selector = GemmSelector(self.gemm, self.cublas)
         self.tuner = create_tuner(launch, self.gemm)
         self.mixture = MixtureOfExperts(launch, self.tiles)
         self._partials = splitkv.PartialBuffers(launch.device)
-        self._splitkv = splitkv.SplitKVAttention(self._partials)
-        has_wgmma = launch.chip.capability == (9, 0)
+        self._splitkv = splitkv.SplitKVAttention(self._partials, chip.shared_per_program)
+        has_wgmma = chip.capability == (9, 0)
         self._prefill = prefill.PrefillAttention(launch.pdl, has_wgmma, self._partials)
-        self._fused_layers = fused_kernel.FusedLayersKernel(launch.device, launch.chip)
+        self._fused_layers = fused_kernel.FusedLayersKernel(launch.device, chip)
 
     def begin_pass(self, rows: Rows) -> None:
         self._prefill.worklists.begin(rows)
@@ -221,8 +223,9 @@ class TritonForward(TritonLatent, TritonMoe):
         if heads.value_dim:
             latent_attention(q, rows, heads, cache, out, self._partials, self._launch.early(q))
             return
-        size = len(q), heads, rows.page_table, cache.shape[2]
-        splits = self._splitkv.num_parallel_spans(*size) > 1 and not self._prefill.chunk_spans(*size)
+        table, page_size = rows.page_table, cache.shape[2]
+        num_parallel = self._splitkv.num_parallel_spans(len(q), heads, table, page_size, q.dtype)
+        splits = num_parallel > 1 and not self._prefill.chunk_spans(len(q), heads, table, page_size)
         if sinks is not None:
             sinks = kernel_utils.vector("sinks", sinks, heads.num_q, FP32)
         run = self._splitkv if splits else self._prefill

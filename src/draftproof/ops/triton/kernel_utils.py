@@ -100,7 +100,7 @@ class Chip:
         return self.capability >= (9, 0)
 
 
-INTERPRETER = Chip(name="interpreter", capability=(0, 0), num_sms=3)
+INTERPRETER = Chip(name="interpreter", capability=(0, 0), num_sms=3, shared_per_program=1 << 30)
 
 
 def read_chip(device: torch.device) -> Chip:

@@ -65,6 +65,9 @@ TILES = (
     (8, SplitTile(16, 4, 3, span_loop=True, merges_rows=True, max_programs=528)),
     (1 << 30, SplitTile(16, 2, 3)),
 )
+BLOCK_LOOP_TILE = SplitTile(16, 4, 2)  # of fp32, wide heads, and chips with too little shared memory
+MAX_SPAN_LOOP_WIDTH = 128  # elements of a head: a wider span loop would take long to compile
+SPAN_LOOP_BUFFERS, SPAN_LOOP_EXTRA_BYTES = 8, 12 << 10  # [SPAN, width] bytes in flight, queries and scores
 
 
 @triton.jit
@@ -259,16 +262,28 @@ def scratch_fits(num_rows: int, heads: AttentionShape, spans: int) -> bool:
 class SplitKVAttention:
     """Launcher of the kernel."""
 
-    def __init__(self, partials: PartialBuffers) -> None:
-        self._partials = partials
+    def __init__(self, partials: PartialBuffers, max_shared_bytes: int) -> None:
+        self._partials, self._max_shared_bytes = partials, max_shared_bytes
 
-    def num_parallel_spans(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
+    def num_parallel_spans(
+        self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int, dtype: torch.dtype
+    ) -> int:
         """Return the number of spans that run in parallel; with 1 `prefill.py` is used."""
         spans = triton.cdiv(table.shape[1] * page_size, SPAN)
         if not scratch_fits(num_rows, heads, spans):
             return 1
-        limit = min(MAX_SPLIT_PROGRAMS, _tile(num_rows).max_programs)
+        limit = self.tile(num_rows, padded_dim(heads), dtype).max_programs
         return max(1, min(spans, limit // (num_rows * heads.num_kv)))
+
+    def tile(self, num_rows: int, width: int, dtype: torch.dtype) -> SplitTile:
+        """Return the configuration for `num_rows` rows of queries of `dtype` and heads of `width`."""
+        tile = next(tile for limit, tile in TILES if num_rows <= limit)
+        shared = SPAN_LOOP_BUFFERS * SPAN * width + SPAN_LOOP_EXTRA_BYTES
+        if dtype == torch.float32 or width > MAX_SPAN_LOOP_WIDTH:
+            return BLOCK_LOOP_TILE._replace(warps=tile.warps)
+        if tile.span_loop and shared > self._max_shared_bytes:
+            return TILES[-1][1]
+        return tile
 
     def __call__(
         self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool,
@@ -277,11 +292,9 @@ class SplitKVAttention:
         num_rows, max_pages, page_size = len(q), rows.page_table.shape[1], cache.shape[2]
         group, width = heads.num_q // heads.num_kv, padded_dim(heads)
         spans = triton.cdiv(max_pages * page_size, SPAN)
-        num_parallel = self.num_parallel_spans(num_rows, heads, rows.page_table, page_size)
+        num_parallel = self.num_parallel_spans(num_rows, heads, rows.page_table, page_size, q.dtype)
         scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)
-        tile = _tile(num_rows)
-        if width > 128 or q.dtype == torch.float32:  # the span loop would take long to compile
-            tile = SplitTile(16, tile.warps, 2)
+        tile = self.tile(num_rows, width, q.dtype)
         group_padded = next_power_of_two(group)
         in_flight = spans_in_flight(tile.warps, group_padded, width) if tile.merges_rows else 0
         splitkv_attention_kernel[(num_rows, heads.num_kv, num_parallel)](
@@ -292,8 +305,3 @@ class SplitKVAttention:
             GROUP_PADDED=group_padded, IN_FLIGHT=in_flight,
             **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),
         )  # fmt: skip
-
-
-def _tile(num_rows: int) -> SplitTile:
-    """Return the configuration for `num_rows` rows."""
-    return next(tile for limit, tile in TILES if num_rows <= limit)

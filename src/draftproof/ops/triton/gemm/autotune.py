@@ -14,17 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from draftproof.ops.triton.compile_ahead import is_compiling
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.tile_cache import cache_file, save_tiles
 from draftproof.ops.triton.gemm.tiles import (
     BF16_TILES,
+    UNLIMITED_SHARED_BYTES,
     Tile,
     TileKey,
     TileTable,
     default_tile,
+    fit_tile,
     fused_form,
+    shared_bytes,
     tile_choices,
 )
 from draftproof.ops.triton.gemm.weight import PackedLinear
@@ -38,8 +42,6 @@ MAX_TUNING_SECONDS = 10.0  # of measurements in one warm-up; later shapes keep t
 LAUNCHES = 20  # of one measurement
 MIN_GAIN = 0.03  # share by which a candidate must beat the default
 MAX_WEIGHT_BYTES = 128 << 20  # of weights that a measurement rotates through: more than the L2 cache
-SHARED_MEMORY_BYTES = 200 << 10  # that the pipeline stages of a candidate may use
-ELEMENT_BYTES = {"bf16": (2, 2), "w4a16": (2, 1)}  # of x and of the weight; other formats: 1
 
 # Maximum rows of a bucket -> tiles to measure beside the default tiles of its rows; other buckets: none.
 EXTRA_CANDIDATES: dict[int, tuple[Tile, ...]] = {
@@ -61,19 +63,18 @@ def is_tuning_enabled() -> bool:
     return os.environ.get("DRAFTPROOF_TUNE_TILES", "1") != "0"
 
 
-def candidate_tiles(key: TileKey) -> list[Tile]:
-    """Return the default tile of `key` and the tiles to compare with it."""
+def candidate_tiles(key: TileKey, max_shared_bytes: int = UNLIMITED_SHARED_BYTES) -> list[Tile]:
+    """Return the default tile of `key` and the tiles to compare with it that fit into the shared memory."""
     if key.num_experts:
-        return tiles_of_key(key)
-    found = [default_tile(key.variant, key.max_rows, key.columns, key.kind)]
+        return tiles_of_key(key, max_shared_bytes)
+    default = default_tile(key.variant, key.max_rows, key.columns, key.kind)
+    found = [fit_tile(default, key.variant, key.kind, max_shared_bytes)]
     extra = EXTRA_CANDIDATES.get(key.max_rows, ()) if key.kind == "bf16" else ()
     others = (*BF16_TILES[key.max_rows], *extra) if extra else tile_choices(key.kind, key.max_rows)
-    x_bytes, weight_bytes = ELEMENT_BYTES.get(key.kind, (1, 1))
-    pairs = 2 if key.variant == "fused" else 1
     for tile in others:
         tile = fused_form(tile) if key.variant == "fused" else tile
-        size = (tile.bm * x_bytes + pairs * tile.bn * weight_bytes) * tile.bk * tile.stages
-        if size <= SHARED_MEMORY_BYTES and tile.bk <= key.depth and tile not in found:
+        fits = shared_bytes(tile, key.variant, key.kind) <= max_shared_bytes
+        if fits and tile.bk <= key.depth and tile not in found:
             found.append(tile)
     return found
 
@@ -115,7 +116,7 @@ class TileTuner:
 
     def collect(self, key: TileKey, packed: PackedLinear, rows: int) -> None:
         """Remember a shape that the warm-up uses; launches outside a warm-up are not collected."""
-        if not is_compiling() or len(candidate_tiles(key)) < 2:
+        if not is_compiling() or len(self._candidates(key)) < 2:
             return
         seen, weights = self._missing.get(key, (0, []))
         size = sum(other.weight.numel() * other.weight.element_size() for other in weights)
@@ -131,7 +132,7 @@ class TileTuner:
         first = [
             self._make_call(key, weights[0], rows, tile)
             for key, (rows, weights) in missing.items()
-            for tile in candidate_tiles(key)
+            for tile in self._candidates(key)
         ]
         compile_calls(first, report)
         deadline, found = self._clock() + MAX_TUNING_SECONDS, {}
@@ -143,9 +144,12 @@ class TileTuner:
         self._save(found)
         return found
 
+    def _candidates(self, key: TileKey) -> list[Tile]:
+        return candidate_tiles(key, self._table.max_shared_bytes)
+
     def _fastest(self, key: TileKey, rows: int, weights: list[PackedLinear]) -> Tile:
         """Return the fastest candidate; the default unless another tile is clearly faster."""
-        default, *others = candidate_tiles(key)
+        default, *others = self._candidates(key)
         best, limit = default, self._measure(key, rows, weights, default) * (1 - MIN_GAIN)
         for tile in others:
             duration = self._measure(key, rows, weights, tile)
@@ -158,7 +162,7 @@ class TileTuner:
         calls = [self._make_call(key, weights[i % len(weights)], rows, tile) for i in range(LAUNCHES)]
         try:
             return self._timer(calls)
-        except (RuntimeError, torch.cuda.OutOfMemoryError):  # e.g. a tile that needs too much shared memory
+        except (RuntimeError, OutOfResources):  # e.g. a tile that needs too much shared memory
             return float("inf")
 
 

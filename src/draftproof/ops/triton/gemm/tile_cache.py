@@ -8,7 +8,14 @@ import re
 import warnings
 from pathlib import Path
 
-from draftproof.ops.triton.gemm.tiles import ANY_ROWS, Tile, TileKey
+from draftproof.ops.triton.gemm.tiles import (
+    ANY_ROWS,
+    MIN_DOT_COLUMNS,
+    MIN_ONE_ROW_COLUMNS,
+    ONE_ROW_KINDS,
+    Tile,
+    TileKey,
+)
 
 VERSION = 1
 SHIPPED = Path(__file__).with_name("tiles_h200.json")
@@ -38,7 +45,7 @@ def load_tiles(path: Path) -> dict[TileKey, Tile]:
 
 def save_tiles(path: Path, chip_name: str, tiles: dict[TileKey, Tile]) -> None:
     """Add tiles to a cache file; an unwritable folder is not an error."""
-    lines = {_encode_key(key): list(tile) for key, tile in sorted({**load_tiles(path), **tiles}.items())}
+    lines = {encode_key(key): list(tile) for key, tile in sorted({**load_tiles(path), **tiles}.items())}
     content = {"version": VERSION, "chip": chip_name, "tiles": lines}
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -55,7 +62,7 @@ def initial_tiles(chip_name: str, capability: tuple[int, int]) -> dict[TileKey, 
     return {**shipped, **load_tiles(cache_file(chip_name))}
 
 
-def _encode_key(key: TileKey) -> str:
+def encode_key(key: TileKey) -> str:
     """Return the key as text, e.g. "dense 576x1536 bf16 rows<=16"; of experts with " top 8 of 128"."""
     rows = "any" if key.max_rows == ANY_ROWS else str(key.max_rows)
     experts = f" top {key.top_k} of {key.num_experts}" if key.num_experts else ""
@@ -75,9 +82,16 @@ def _decode(text: str) -> dict[TileKey, Tile]:
         variant, columns, depth, kind, rows, top_k, num_experts = match.groups()
         *sizes, weight_first = numbers
         powers = all(isinstance(size, int) and size > 0 and size & (size - 1) == 0 for size in sizes[:4])
-        if len(sizes) != 5 or not powers or not 1 <= int(sizes[4]) <= 8 or sizes[2] < 16:
-            raise ValueError(f"malformed tile {numbers} of {name!r}")
         max_rows = ANY_ROWS if rows == "any" else int(rows)
+        is_one_row = kind in ONE_ROW_KINDS and max_rows == 1
+        smallest = (1, MIN_ONE_ROW_COLUMNS, 16) if is_one_row else (16, MIN_DOT_COLUMNS, 16)
+        if (
+            len(sizes) != 5
+            or not powers
+            or not 1 <= int(sizes[4]) <= 8
+            or any(size < least for size, least in zip(sizes, smallest, strict=False))
+        ):
+            raise ValueError(f"malformed tile {numbers} of {name!r}")
         key = TileKey(
             variant, int(columns), int(depth), kind, max_rows, int(num_experts or 0), int(top_k or 0)  # type: ignore[arg-type]
         )  # fmt: skip

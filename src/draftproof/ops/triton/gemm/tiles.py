@@ -26,6 +26,8 @@ class Tile(NamedTuple):
 
 Variant = Literal["dense", "fused", "experts", "experts_gate_up"]
 ANY_ROWS = 1 << 30
+UNLIMITED_SHARED_BYTES = 1 << 30
+ELEMENT_BYTES = {"bf16": (2, 2), "fp32": (4, 4), "w4a16": (2, 1)}  # of x and of the weight; others: 1
 ROW_BUCKETS = (16, 32, 64, 128, 256, 512, ANY_ROWS)  # maximum rows of each bucket
 ONE_ROW_KINDS = frozenset({"w8a8"})  # formats with tiles of one row, which do without the tensor core
 ONE_ROW_DEPTH = 16  # bytes that divide the depth of their weights: one load of a thread
@@ -141,14 +143,33 @@ def fused_form(tile: Tile) -> Tile:
     return tile._replace(bn=max(smallest, tile.bn // 2))
 
 
+def shared_bytes(tile: Tile, variant: Variant, kind: str) -> int:
+    """Return the shared memory of the pipeline of `tile`, or more: some targets use one buffer less."""
+    x_bytes, weight_bytes = ELEMENT_BYTES.get(kind, (1, 1))
+    pairs = 2 if variant in ("fused", "experts_gate_up") else 1
+    return (tile.bm * x_bytes + pairs * tile.bn * weight_bytes) * tile.bk * tile.stages
+
+
+def fit_tile(tile: Tile, variant: Variant, kind: str, max_shared_bytes: int) -> Tile:
+    """Return `tile` with as many stages, and then as many columns, as fit into the shared memory."""
+    while tile.stages > 2 and shared_bytes(tile, variant, kind) > max_shared_bytes:
+        tile = tile._replace(stages=tile.stages - 1)
+    while tile.bn > MIN_DOT_COLUMNS and shared_bytes(tile, variant, kind) > max_shared_bytes:
+        tile = tile._replace(bn=tile.bn // 2)
+    return tile
+
+
 class TileTable:
     """Measured tiles with the defaults behind them.
 
     `on_miss` is called with the key, the weight and the rows of a shape without a measured tile.
+    `max_shared_bytes`: shared memory of a program on the chip.
     """
 
-    def __init__(self, measured: dict[TileKey, Tile] | None = None) -> None:
-        self.measured = dict(measured or {})
+    def __init__(
+        self, measured: dict[TileKey, Tile] | None = None, max_shared_bytes: int = UNLIMITED_SHARED_BYTES
+    ) -> None:
+        self.measured, self.max_shared_bytes = dict(measured or {}), max_shared_bytes
         self.on_miss: Callable[[TileKey, PackedLinear, int], None] | None = None
 
     def select(self, variant: Variant, rows: int, packed: PackedLinear) -> Tile:
@@ -163,4 +184,5 @@ class TileTable:
             if self.on_miss is not None:
                 self.on_miss(key, packed, rows)
             found = default_tile(variant, key.max_rows, columns, kind)
+            found = fit_tile(found, variant, kind, self.max_shared_bytes)
         return found

@@ -213,7 +213,7 @@ def route(
         found = Assignment(chosen, found.weights, ints(count, rows), ints(count), items)
     padded = next_power_of_two(count)
     if is_split := rows <= MAX_SPLIT_ROWS:
-        tile = {"BR": ROWS, "BE": EXPERTS, "num_warps": 4, "num_stages": 8}  # few programs, much in flight
+        tile = {"BR": ROWS, "BE": EXPERTS, "num_warps": 4, "num_stages": 6}  # few programs, much in flight
     else:
         tile = {"BR": MANY_ROWS if padded <= LARGE_EXPERTS else ROWS, "BE": padded, "num_warps": 8}
         tile["num_stages"] = 3

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from draftproof.ops.contract.types import Routing
-from draftproof.ops.triton.gemm.tiles import ANY_ROWS, Tile, TileKey, TileTable, Variant
+from draftproof.ops.triton.gemm.tiles import (
+    ANY_ROWS,
+    UNLIMITED_SHARED_BYTES,
+    Tile,
+    TileKey,
+    TileTable,
+    Variant,
+    fit_tile,
+    shared_bytes,
+)
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import next_power_of_two
 
@@ -73,10 +82,12 @@ def rows_bucket(rows: int) -> int:
     return bucket if bucket <= MAX_BUCKET_ROWS else ANY_ROWS
 
 
-def tiles_of_key(key: TileKey) -> list[Tile]:
-    """Return the tiles to measure for a key, the default first."""
+def tiles_of_key(key: TileKey, max_shared_bytes: int = UNLIMITED_SHARED_BYTES) -> list[Tile]:
+    """Return the tiles to measure for a key, the default first, that fit into the shared memory."""
     tile_rows = rows_of_tile(key.max_rows, key.top_k, key.num_experts, key.kind)
-    return expert_tiles(key.kind, tile_rows, key.variant == "experts_gate_up", key.depth)
+    default, *others = expert_tiles(key.kind, tile_rows, key.variant == "experts_gate_up", key.depth)
+    others = [tile for tile in others if shared_bytes(tile, key.variant, key.kind) <= max_shared_bytes]
+    return [fit_tile(default, key.variant, key.kind, max_shared_bytes), *others]
 
 
 def select_tile(
@@ -89,7 +100,7 @@ def select_tile(
         variant, columns, packed.depth, packed.kind_name, rows_bucket(rows), routing.num_experts,
         routing.top_k,
     )  # fmt: skip
-    default = tiles_of_key(key)[0]
+    default = tiles_of_key(key, table.max_shared_bytes)[0]
     found = table.measured.get(key)
     if found is None:
         if table.on_miss is not None:
