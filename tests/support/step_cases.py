@@ -431,7 +431,7 @@ def logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 def search_ngram(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     columns, held = copied(step.columns, ops.device), copied(step.columns, ref.device)
-    for smallest, largest in ((1, 1), (2, 2), (1, 3), (2, 5)):
+    for smallest, largest in ((1, 1), (2, 2), (1, 3), (2, 7)):
         given = [step.plan.slots.clone().to(ops.device), step.plan.budget.clone().to(ops.device)]
         tokens, count = ops.search.search_ngram(DeviceBatch(columns, *given), smallest, largest)
         theirs = [x.to(ref.device) for x in (step.plan.slots, step.plan.budget)]

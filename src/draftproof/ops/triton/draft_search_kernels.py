@@ -12,6 +12,7 @@ from draftproof.ops.contract import draft_search
 from draftproof.ops.triton.kernel_utils import pdl_sync
 
 BLOCK = 2048  # positions of the text that are compared at a time
+FIRST_TOKENS = tl.constexpr(4)  # of a match that are compared first; most blocks have no longer match
 NUM_LANES = tl.constexpr(16)  # matches that are extended: own text in the first half, pool in the second
 HASHED_NGRAM_SIZES = tl.constexpr(draft_search.HASHED_NGRAM_SIZES)
 BUCKET_WAYS = tl.constexpr(draft_search.BUCKET_WAYS)
@@ -25,6 +26,20 @@ PRIOR_TOTAL = tl.constexpr(PRIOR_ACCEPTED.value + draft_search.PRIOR_REJECTED * 
 DECAY_SHIFT = tl.constexpr(draft_search.DECAY_SHIFT)
 EXTEND_MIN_PROB = tl.constexpr(draft_search.EXTEND_MIN_PROB)
 assert draft_search.MAX_OWN_MATCHES == 4 and draft_search.BUCKET_WAYS == 8
+
+
+@triton.jit
+def count_matched_tokens(
+    slot_tokens, position, total, matches, matched, FIRST: tl.constexpr, LAST: tl.constexpr
+):
+    """Compare the tokens FIRST..LAST before `position` with those before `total`; count equal ones."""
+    for n in tl.static_range(FIRST, LAST + 1):
+        # not masked by `matches`, so that the loads of all n overlap
+        here = tl.load(slot_tokens + position - n, mask=position >= n, other=-1)
+        last = tl.load(slot_tokens + total - n, mask=total >= n, other=-2)
+        matches = matches & (position >= n) & (here == last)
+        matched += matches.to(tl.int64)
+    return matches, matched
 
 
 @triton.jit
@@ -52,13 +67,13 @@ def ngram_kernel(
         position = end - BLOCK + tl.arange(0, BLOCK)
         matches = position >= 1
         matched = tl.zeros((BLOCK,), tl.int64)
-        for n in tl.static_range(1, LARGEST + 1):
-            matches = matches & (position >= n)
-            # not masked by `matches`, so that the loads of all n overlap
-            here = tl.load(slot_tokens + position - n, mask=position >= n, other=-1)
-            last = tl.load(slot_tokens + total - n, mask=total >= n, other=-2)
-            matches = matches & (here == last)
-            matched += matches.to(tl.int64)
+        FIRST: tl.constexpr = min(FIRST_TOKENS, LARGEST)
+        matches, matched = count_matched_tokens(slot_tokens, position, total, matches, matched, 1, FIRST)
+        if LARGEST > FIRST:  # noqa: SIM102 - a constant, then a value on the device
+            if tl.max(matched, axis=0) == FIRST:
+                matches, matched = count_matched_tokens(
+                    slot_tokens, position, total, matches, matched, FIRST + 1, LARGEST
+                )
         key = tl.where(position >= 1, (matched << 32) + position, 0)
         best = tl.maximum(best, tl.max(key, axis=0))
         end = end - BLOCK
