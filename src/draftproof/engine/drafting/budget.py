@@ -31,7 +31,8 @@ MIN_FIRST_PROBE_RATE = 0.1  # acceptance rate of the prior below which a new req
 PROBE_TIME_SHARE = 0.01  # of the time, for probes: it sets the interval between those limits
 FIRST_PLAIN_STEPS, FIRST_PLAIN_INTERVAL_STEPS = 4, 4  # steps without drafts at first, every 4th step
 PLAIN_INTERVAL_STEPS = 32  # steps between steps without drafts
-MAX_PLAIN_STEP_SPEEDUP = 1.3  # where drafts are expected to gain more than this factor, four times as many
+LONG_PLAIN_INTERVAL_STEPS = 128  # where drafts are expected to gain more than MIN_LONG_INTERVAL_SPEEDUP
+MIN_LONG_INTERVAL_SPEEDUP = 1.3
 HOLD_STEPS = 3  # steps for which a decision holds while the batch stays the same
 MAX_HOLD_STEPS = 8  # if the host is the bottleneck: also while requests start and end
 HOST_BOUND_SHARE = 0.7  # of a step's seconds: a slower host is the bottleneck
@@ -152,8 +153,8 @@ class DraftBudget:
         num_steps = self._num_steps - self._last_plain_step
         if self._cost.num_plain_steps < FIRST_PLAIN_STEPS:
             return num_steps >= FIRST_PLAIN_INTERVAL_STEPS
-        is_slight = found.speedup < MAX_PLAIN_STEP_SPEEDUP
-        return num_steps >= (PLAIN_INTERVAL_STEPS if is_slight else 4 * PLAIN_INTERVAL_STEPS)
+        is_slight = found.speedup < MIN_LONG_INTERVAL_SPEEDUP
+        return num_steps >= (PLAIN_INTERVAL_STEPS if is_slight else LONG_PLAIN_INTERVAL_STEPS)
 
     def _probe_interval(self, num_requests: int, draft_cost: float) -> int:
         """Return the steps between probes, so that one draft for each request takes PROBE_TIME_SHARE."""
