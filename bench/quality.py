@@ -148,6 +148,7 @@ def main() -> None:
     for name in names["peer_weights"]:
         models[f"transformers {name}"] = transformers_peer(options.model, name)
     about: dict[str, Any] = {}
+    llama: LlamaLogits | None = None
     if options.llama:
         gguf = find_model(options.model)
         llama = LlamaLogits(options.llama, gguf, options.context, torch.get_num_threads())
@@ -166,6 +167,8 @@ def main() -> None:
             total[name] += divergence(wanted, found)
             total_bf16[name] += divergence(bf16, found)
             changed[name] += int((wanted.argmax(-1) != found.argmax(-1)).sum())
+    if llama is not None:
+        llama.close()
     figures: dict[str, Any] = {"tokens": len(ids), "context": options.context, **about}
     for name in total:
         figures[name] = {
