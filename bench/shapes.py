@@ -2,11 +2,14 @@
 
     python bench/shapes.py [--shape llama-3-8b] [--quantization int8] [--kv-cache-dtype fp8]
                            [--parts short] [--batches 1,8,64,256,512] [--contexts 16384]
-                           [--long-batches 1,16]
+                           [--long-batches 1,16] [--distinct-prompts 8]
 
 short: tokens a second of `LLM.generate`, prefill included: prompts of 50 to 1000 tokens, 128 new tokens.
 long: seconds of the prefill of all prompts of `--contexts` tokens, then tokens a second of decoding alone.
-No proposer is configured. `bench/gpu.py --shape … --parts floor` gives the limit by memory bandwidth.
+--distinct-prompts: the batch repeats that many prompts. Rows of equal prompts select equal experts, so a step
+of a mixture of experts reads fewer weights; with dummy weights, rows of different prompts select theirs
+independently. No proposer is configured. `bench/gpu.py --shape … --parts floor` gives the limit by memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -49,7 +52,10 @@ def short(options: argparse.Namespace, llm: LLM) -> dict[str, Any]:
     """Measure `LLM.generate` by batch: median over rounds, the first round not counted."""
     found: dict[str, Any] = {}
     for batch in options.batches:
-        prompts = chat_prompts(batch, llm.engine.limits.vocab_size, None)
+        distinct = chat_prompts(
+            min(batch, options.distinct_prompts or batch), llm.engine.limits.vocab_size, None
+        )
+        prompts = [distinct[i % len(distinct)] for i in range(batch)]
         for logprobs in options.logprobs:
             params = params_of(batch, options.tokens, logprobs=logprobs)
             timed(llm, prompts, params)
@@ -95,11 +101,12 @@ def main() -> None:
         type=lambda text: [None if n == "none" else int(n) for n in text.split(",")],
         default=[None],
     )
+    parser.add_argument("--distinct-prompts", type=int, default=0, help="0: every prompt differs")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     found: dict[str, Any] = {"shape": options.shape, "quantization": options.quantization}
-    found["kv_cache_dtype"] = options.kv_cache_dtype
+    found |= {"kv_cache_dtype": options.kv_cache_dtype, "distinct_prompts": options.distinct_prompts}
     with tempfile.TemporaryDirectory() as folder:
         if "short" in options.parts:
             llm = build(options, Path(folder), max_model_len=1280, max_num_seqs=max(options.batches))
