@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.grammar.compiler import GrammarCompiler
 from draftproof.text.grammar.surrogates import SurrogateTokens
+from draftproof.text.grammar.worker import names_a_surrogate
 
 END = 256
 STRING = {"type": "string", "maxLength": 4}
@@ -124,3 +126,51 @@ def test_tokens_of_a_vocabulary_are_found() -> None:
         [b"", b"a", b"\xed", b"b\xed", b"\xa0", b"\xbfx", b"\x9f", b"\xed\xa0", b"\xed\x9f"]
     )
     assert (found.complete, found.first, found.second) == ({7}, {2, 3}, {4, 5})
+
+
+REFUSED = [
+    r"[\ud800-\udfff]",
+    r"[\ud900-\uffff]",
+    r"a[b\udfff]",
+    r"[^\u0000-\ud7ff]",
+    r"(x|\ud83c)",
+    r"[\ud800-\udbff][\udc00-\udfff]|[^\ud800-\udfff]",  # how JavaScript writes any character
+]
+ACCEPTED = [r"[^\ud800-\udfff]", r"[\u0000-\uffff]", r"[a\-\ue000]", r"\ud7ff", r"[\ud7ff-\udfff]"]
+
+
+def structures(pattern: str) -> list[dict[str, Any]]:
+    """Return a pattern as a regex, in a schema and in a tag, and a set as both kinds of grammar."""
+    schema = {"type": "string", "pattern": pattern}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    made: list[dict[str, Any]] = [{"regex": pattern}, {"json": schema}, {"structural_tag": json.dumps(tag)}]
+    if pattern.startswith("["):
+        made += [{"grammar": f"root ::= {pattern}"}, {"grammar": f"start: /{pattern}/"}]
+    return made
+
+
+@pytest.mark.parametrize("pattern", REFUSED)
+def test_surrogates_that_begin_a_text_or_set_are_refused(compiler: GrammarCompiler, pattern: str) -> None:
+    for structure in structures(pattern):
+        with pytest.raises(RequestError, match="surrogate"):
+            compiler.compile(SamplingParams(structured_outputs=structure))
+
+
+@pytest.mark.parametrize("pattern", ACCEPTED)
+def test_sets_around_the_surrogates_have_a_next_token_everywhere(
+    compiler: GrammarCompiler, pattern: str
+) -> None:
+    for structure in structures(pattern):
+        grammar = compiler.compile(SamplingParams(structured_outputs=structure))
+        assert grammar is not None
+        order = random.Random(pattern)
+        for _ in range(5):
+            assert random_output(grammar.start(), order)
+
+
+def test_quotes_and_brackets_in_a_grammar_do_not_hide_a_surrogate() -> None:
+    assert not names_a_surrogate(r'root ::= "[" [\]"\\] "\\ud800" [\xd800]')
+    assert names_a_surrogate(r'root ::= "\"[" [\]"\ud800]')
+    assert names_a_surrogate(r'root ::= "\ud800"')
+    assert not names_a_surrogate(r'a ::= Regex("[\"]\\\\ud800", json_string=true)')
+    assert names_a_surrogate(r'a ::= Regex("[\"]\\ud800", json_string=true)')

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal
 import struct
 import sys
@@ -22,6 +23,18 @@ MAX_COMPILE_BYTES = 4 << 30
 # JSON text may have in a string, are among them and are removed here.
 LOOSE, TIGHT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 MAX_COMPILE_SECONDS = 60  # longer than any client waits
+# A grammar as the compiler writes it: a pattern of a schema, a text, a set of characters.
+_PARTS = re.compile(r'Regex\("((?:\\.|[^"\\])*)"|"((?:\\.|[^"\\])*)"|\[((?:\\.|[^\]\\])*)\]', re.DOTALL)
+_SETS = re.compile(r"\[((?:\\.|[^\]\\])*)\]", re.DOTALL)
+_CHARACTER = r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}|\\x[0-9A-Fa-f]{2}|\\.|[^\\]"
+_RANGE = re.compile(rf"({_CHARACTER})(?:-({_CHARACTER}))?", re.DOTALL)
+_CODE = re.compile(r"\\[uUx]\{?([0-9A-Fa-f]+)\}?")
+FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
+FIRST_OF_LEAD = 0xD000  # first character whose UTF-8 begins with the byte of a surrogate
+SURROGATE_NAMED = (
+    "a text or set begins with a surrogate (U+D800 to U+DFFF), which is no character: write a character "
+    "above U+FFFF as one code, and begin sets at U+E000"
+)
 
 
 def read_frame(stream: IO[bytes]) -> Any:
@@ -64,6 +77,42 @@ def _build(xgrammar: Any, info: Any, kind: str, source: str, options: dict[str, 
     return compiler.compile_lark(source)
 
 
+def names_a_surrogate(grammar: str) -> bool:
+    """Return whether a text or set of a grammar begins with a surrogate; no token could follow there."""
+    for pattern, text, characters in (part.groups() for part in _PARTS.finditer(grammar)):
+        if characters is not None and _begins_with_a_surrogate(characters):
+            return True
+        if pattern is not None:
+            pattern = pattern.encode().decode("unicode_escape")
+            if any(_begins_with_a_surrogate(found[1]) for found in _SETS.finditer(pattern)):
+                return True
+            text = _SETS.sub("", pattern)
+        if text is not None and any(_is_surrogate(_code(found[0])) for found in _RANGE.finditer(text)):
+            return True
+    return False
+
+
+def _begins_with_a_surrogate(characters: str) -> bool:
+    is_negated = characters.startswith("^")
+    ranges = [
+        (_code(found[1]), _code(found[2] or found[1])) for found in _RANGE.finditer(characters[is_negated:])
+    ]
+    if is_negated:
+        return any(
+            low <= FIRST_OF_LEAD and FIRST_SURROGATE - 1 <= high < LAST_SURROGATE for low, high in ranges
+        )
+    return any(_is_surrogate(low) for low, _ in ranges)
+
+
+def _code(character: str) -> int:
+    found = _CODE.fullmatch(character)
+    return int(found[1], 16) if found else ord(character[-1])
+
+
+def _is_surrogate(code: int) -> bool:
+    return FIRST_SURROGATE <= code <= LAST_SURROGATE
+
+
 def _allows_a_token(xgrammar: Any, info: Any, made: Any) -> bool:
     mask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
     xgrammar.GrammarMatcher(made).fill_next_token_bitmask(mask)
@@ -78,6 +127,8 @@ def _compile(
     signal.alarm(MAX_COMPILE_SECONDS)  # the signal ends this process
     try:
         made = _build(xgrammar, info, *job)
+        if names_a_surrogate(str(made.grammar)):
+            return "refused", SURROGATE_NAMED
         if not _allows_a_token(xgrammar, info, made):
             return "refused", "no token of this vocabulary can begin it"
     except Exception as error:  # any exception of the compiler concerns this grammar
