@@ -310,12 +310,13 @@ def test_disconnected_client_aborts_its_request(folder: Any, monkeypatch: Monkey
         assert running.complete("one", max_tokens=2).choices[0].text is not None
 
 
+@pytest.mark.parametrize("stream", [True, False])
 def test_client_that_never_reads_is_dropped_and_others_are_served(
-    folder: Any, monkeypatch: MonkeyPatch
+    folder: Any, monkeypatch: MonkeyPatch, stream: bool
 ) -> None:
     monkeypatch.setattr(request_guard, "SWEEP_SECONDS", 0.02)
     with serving(tiny(folder, max_model_len=256), Settings(stall_seconds=0.3), 4096) as running:
-        body = {**LONG, "max_tokens": 250, "stream": True, "logprobs": 20, "n": 8}
+        body = {**LONG, "max_tokens": 250, "stream": stream, "logprobs": 20, "n": 8}
         where, data = raw_request(running.url, body)
         with socket.socket() as line:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

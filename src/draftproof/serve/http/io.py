@@ -13,10 +13,11 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from draftproof.serve.http.errors import ApiError, decode
-from draftproof.serve.http.request_guard import ClientDisconnected
+from draftproof.serve.http.request_guard import ClientDisconnected, ClientMonitor
 from draftproof.serve.settings import Settings
 
 MAX_INLINE_BODY_BYTES = 256 << 10  # larger bodies are decoded in a thread, not on the event loop
+MAX_UNWATCHED_BYTES = 64 << 10  # of a response that no client delays: it is in the socket's buffers
 LINGER_SECONDS = 5.0  # for the rest of a body that is not used
 T = TypeVar("T")
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -125,6 +126,19 @@ async def send_body(
     length = [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers + length})
     await send({"type": "http.response.body", "body": body})
+
+
+async def send_last(send: Send, body: bytes, client: ClientMonitor) -> None:
+    """Send the complete response of an open request, which is open until the client has read most of it."""
+    if len(body) <= MAX_UNWATCHED_BYTES:
+        client.complete()
+        await send_body(send, body)
+        return
+    headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body[:-1], "more_body": True})
+    await client.complete_when_read(send)
+    await send({"type": "http.response.body", "body": body[-1:]})
 
 
 async def send_json(send: Send, value: msgspec.Struct, status: int = 200) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from starlette.types import Receive
+from starlette.types import Receive, Send
 
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.request_log import NO_KEY, RequestRecord
@@ -63,6 +63,13 @@ class ClientMonitor:
         """End the count of the request: its last bytes are about to be sent."""
         self._is_complete = True
         self._admission.end()
+
+    async def complete_when_read(self, send: Send) -> None:
+        """Wait until the client has read what exceeds the buffers of its socket; then end the count."""
+        self.sending_since = time.monotonic()
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        self.sending_since = None
+        self.complete()
 
     def cancel(self, reason: CancelReason) -> None:
         """Cancel the request's task, unless the response is complete."""

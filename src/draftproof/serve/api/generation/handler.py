@@ -34,7 +34,7 @@ from draftproof.serve.api.generation.response_builder import ResponseBuilder, ge
 from draftproof.serve.api.generation.route import EventEncoder, GenerationRoute
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.errors import ApiError, to_api_error
-from draftproof.serve.http.io import ResponseStream, gather, in_thread_if, read_json, send_body, send_error
+from draftproof.serve.http.io import ResponseStream, gather, in_thread_if, read_json, send_error, send_last
 from draftproof.serve.http.request_guard import ClientDisconnected, ClientMonitor, RequestGuard
 from draftproof.serve.http.request_log import LOGGER, RequestRecord
 from draftproof.serve.http.sse import GenerationFailed
@@ -158,9 +158,8 @@ class CompletionHandler:
         builder.head["system_fingerprint"] = fingerprint(version)
         is_large = builder.parsed.num_logprob_entries > MAX_INLINE_LOGPROBS
         data = await in_thread_if(is_large, lambda: msgspec.json.encode(builder.whole(outputs)))
-        client.complete()
         record.status = 200
-        await send_body(response.send, data)
+        await send_last(response.send, data, client)
         return outputs
 
     def generation_error(self, reason: str | None, error: str | None) -> ApiError:
@@ -212,7 +211,10 @@ class CompletionHandler:
         outputs: list[RequestOutput] = [stream.output for stream in streams]
         out = bytearray()
         encoder.close(out, outputs)
-        client.complete()
+        if response.started:
+            await client.complete_when_read(response.send)
+        else:
+            client.complete()
         record.status = 200
         await response.finish(bytes(out))
         return outputs

@@ -28,7 +28,7 @@ from draftproof.serve.api.generation.response_schema import PromptDetails
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.api.pooling import schema
 from draftproof.serve.http.errors import ApiError
-from draftproof.serve.http.io import gather, in_thread_if, read_json, send_body
+from draftproof.serve.http.io import gather, in_thread_if, read_json, send_last
 from draftproof.serve.http.request_guard import ClientMonitor, RequestGuard
 from draftproof.serve.http.request_log import RequestRecord
 from draftproof.serve.settings import Settings
@@ -77,8 +77,7 @@ class PoolingRoutes:
                     data = await answer(body, head, record)
                 except RequestFailedError as error:
                     raise self._completions.generation_error(error.reason, error.error) from error
-                client.complete()
-                await send_body(send, data)
+                await send_last(send, data, client)
         self._metrics.whole_request.observe(time.perf_counter() - record.started)
 
     async def _embed(
