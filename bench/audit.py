@@ -68,20 +68,23 @@ def stubs(
 ) -> list[dict[str, Any]]:
     """Audit stub servers in turn until all are done or the time is over.
 
-    first: number of the first audit of each; the number selects model and noise.
+    first: number of the first audit; the number selects model and noise. Each fault begins with it. The
+    numbers of honest variations follow each other, so that no two audits have the same noise.
     """
     rows = {name: StubRow(tally_of(name)) for name in names}
     variations = [name for name in names if name in VARIATIONS]
     share = -(-honest // max(1, len(variations)))
-    counts = {name: share if name in VARIATIONS else repetitions for name in names}
-    tasks = [(i, name) for name in names for i in range(first, first + counts[name])]
-    tasks.sort(key=lambda task: task[0])
+    ranges = {name: range(first, first + repetitions) for name in names}
+    for place, name in enumerate(variations):
+        ranges[name] = range(first + place * share, first + (place + 1) * share)
+    tasks = [(number, name) for name in names for number in ranges[name]]
+    tasks.sort(key=lambda task: task[0] - ranges[task[1]].start)
     end = time.monotonic() + 60 * minutes
     with ProcessPoolExecutor(workers) as pool:
         reports = pool.map(audit_stub, [name for _, name in tasks], [number for number, _ in tasks])
-        for (number, name), report in zip(tasks, reports, strict=True):
+        for (_, name), report in zip(tasks, reports, strict=True):
             rows[name].add(report)
-            if name == names[-1] and number % 10 == 9:
+            if name == names[-1] and rows[name].tally.audits % 10 == 0:
                 found = ", ".join(f"{n} {row.tally.flagged}/{row.tally.audits}" for n, row in rows.items())
                 show(found)
             if time.monotonic() > end:
@@ -146,7 +149,7 @@ def main() -> None:
     parser.add_argument("part", choices=("stubs", "paced", "ours"))
     parser.add_argument("--repetitions", type=int, default=100, help="audits of each fault")
     parser.add_argument("--honest", type=int, default=1000, help="audits of all honest variations together")
-    parser.add_argument("--first", type=int, default=0, help="number of the first audit of each stub")
+    parser.add_argument("--first", type=int, default=0, help="number of the first audit")
     parser.add_argument("--stubs", help="names of faults and variations separated by commas")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="of `stubs`, at most")

@@ -78,6 +78,13 @@ def test_command_writes_reports(served: Served, tmp_path: Path, capsys: pytest.C
         (["http://x/v1", "--body", "[1]"], "must be a JSON object"),
         (["http://x/v1", "--key-env", "NO_SUCH_KEY_HERE"], "the environment has no"),
         (["http://x/v1", "--concurrency", "0"], "at least 1"),
+        (["http://x/v1", "--rate", "-1"], "--rate must be larger than 0"),
+        (["http://x/v1", "--timeout", "nan"], "--timeout must be larger than 0"),
+        (["http://x/v1", "--html", "no/such/folder/report.html"], "a folder that exists"),
+        (["http://x/v1", "--resume", "."], "cannot be written"),
+        (["http://[::1/v1"], "HOST:PORT"),
+        (["http://x:port/v1"], "HOST:PORT"),
+        (["http://user:secret@x/v1"], "use --key-env"),
         (["--self-test", "--repetitions", "0"], "at least 1"),
     ],
 )

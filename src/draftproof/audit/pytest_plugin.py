@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--audit-url", help="OpenAI-compatible endpoint that the fixture audit_report audits")
     group.addoption("--audit-model", help="name of the model (default: the first of the endpoint)")
     group.addoption("--audit-key-env", help="environment variable that holds the API key")
-    group.addoption("--audit-suite", default="quick", choices=("quick", "full"), help="number of tests")
+    group.addoption("--audit-suite", default="quick", choices=("quick", "full"), help="size of the audit")
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +32,11 @@ def audit_report(pytestconfig: pytest.Config) -> Report:
     from draftproof.audit.runner import audit
 
     variable = pytestconfig.getoption("--audit-key-env")
+    if variable and not os.environ.get(variable):
+        pytest.fail(f"--audit-key-env: the environment has no {variable}")
     return audit(
         url,
         model=pytestconfig.getoption("--audit-model"),
-        key=os.environ.get(variable) if variable else None,
+        key=os.environ[variable] if variable else None,
         suite=pytestconfig.getoption("--audit-suite"),
     )

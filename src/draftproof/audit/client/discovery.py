@@ -55,7 +55,7 @@ class Dialect:
         return "chat/completions" if self.is_chat else "completions"
 
     def call(self, label: str, prompt: str | list[int], max_tokens: int, **options: Any) -> Call:
-        """Return a request with all options that have no effect switched off.
+        """Return a request in which the options that a server may apply by default are switched off.
 
         `seed` is left out where the endpoint refuses it. An option with the value None is left out.
         """
@@ -146,5 +146,7 @@ def _first_model(endpoint: Endpoint) -> str:
     try:
         return str(found.events[0]["data"][0]["id"])
     except (IndexError, KeyError, TypeError):
+        if found.status == 0:
+            raise DraftproofError(f"{endpoint.url} cannot be reached: {found.error}") from None
         reason = found.error or "the list has another form"
         raise DraftproofError(f"{endpoint.url}/models names no model ({reason}): give --model") from None

@@ -36,6 +36,28 @@ class Call:
     body: Mapping[str, Any]
 
 
+def base_url(url: str) -> str:
+    """Return the URL in front of the routes; `/v1` is added to a URL without a path."""
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets or a port that are none
+        is_address = False
+    if not is_address:
+        raise RequestError(f"{url!r} is not the address of an endpoint: write http://HOST:PORT/v1")
+    if parts.username is not None or parts.query:
+        # the URL is part of the report, and of every command in it
+        raise RequestError("a URL with a password or a query is not supported: use --key-env for a key")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
+
+
+def _header_value(key: str) -> str:
+    """Return an API key without the end of its line."""
+    if not key.strip().isascii():
+        raise RequestError("the API key has characters that no HTTP header allows: check --key-env")
+    return key.strip()
+
+
 class Endpoint:
     """OpenAI-compatible endpoint at a base URL."""
 
@@ -51,17 +73,13 @@ class Endpoint:
         stored: ExchangeFile | None = None,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RequestError(f"{url!r} is not the address of an endpoint: write http://HOST:PORT/v1")
-        path = parts.path.rstrip("/")
-        self.url = f"{parts.scheme}://{parts.netloc}{path if path else '/v1'}"
+        self.url = base_url(url)
         self.concurrency = concurrency
         self.generated_tokens = self.prompt_tokens = self.requests = 0
         self.on_answer: Callable[[Answer], None] = lambda answer: None
         self._client = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={"Authorization": f"Bearer {_header_value(key)}"} if key else {},
             timeout=timeout_seconds,
             transport=transport,
             limits=httpx.Limits(max_connections=None),

@@ -49,7 +49,7 @@ def exchange(client: httpx.Client, path: str, body: Mapping[str, Any] | None) ->
                 _read_events(response, found)
             else:
                 found.events.append(_json(response.read().decode(errors="replace")))
-    except (httpx.HTTPError, httpx.StreamError) as error:
+    except (httpx.HTTPError, httpx.StreamError, UnicodeError) as error:  # the last: of a host name
         text = f"{type(error).__name__}: {error}"
         found.error = text if not found.events else f"the stream broke off: {text}"
     except (ValueError, RecursionError) as error:
@@ -106,17 +106,20 @@ class ExchangeFile:
         self._path = path
         self._lock = threading.Lock()
         self._stored: dict[str, Exchange] = {}
-        if path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    record = json.loads(line)
-                    self._stored[record["key"]] = Exchange(**record["exchange"])
-                except (ValueError, KeyError, TypeError):
-                    continue  # the last line of an audit that was stopped
         try:
-            self._file = path.open("a")
+            self._file = path.open("a+", errors="replace")
+            self._file.seek(0)
+            text = self._file.read()
+            if text and not text.endswith("\n"):
+                self._file.write("\n")  # after a line that was not written to its end
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror}") from error
+        for line in text.splitlines():
+            try:
+                record = json.loads(line)
+                self._stored[record["key"]] = Exchange(**record["exchange"])
+            except (ValueError, KeyError, TypeError):
+                continue  # the last line of an audit that was stopped
 
     @staticmethod
     def key(url: str, label: str, body: Mapping[str, Any] | None) -> str:

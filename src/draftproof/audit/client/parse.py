@@ -115,7 +115,7 @@ def _old_positions(logprobs: Mapping[str, Any], answer: Answer) -> list[Position
 def _pairs(top: Mapping[str, Any], answer: Answer) -> list[tuple[str, float]]:
     """Return the entries of a list, largest first."""
     values = top.values()
-    is_plain = set(map(type, values)) == {float} and all(-MAX_NATS < value < MAX_NATS for value in values)
+    is_plain = set(map(type, values)) == {float} and sum(map(abs, values)) < MAX_NATS  # NaN is not
     pairs = list(top.items()) if is_plain else [(str(k), _number(v, answer)) for k, v in top.items()]
     pairs.sort(key=itemgetter(1), reverse=True)
     return pairs

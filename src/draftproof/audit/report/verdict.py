@@ -85,7 +85,7 @@ class Report:
         match self.verdict:
             case Verdict.LOSSY:
                 names = ", ".join(result.test for result in self.violations)
-                text = f"lossy: {names}. The findings below can be reproduced with the commands beside them."
+                text = f"lossy: {names}. The report has the commands that reproduce each finding."
                 return text + self._sampled_statement()
             case Verdict.EXACT:
                 return (

@@ -80,8 +80,8 @@ def _partial(positions: Sequence[Position], found: Listed) -> Bools:
     """Return which listed tokens are parts of characters, [N, K]."""
     made, width = np.zeros(found.probs.shape, dtype=bool), found.probs.shape[1]
     for row, number in enumerate(found.numbers):
-        for place, (token, _) in enumerate(positions[number].top[:width]):
-            made[row, place] = is_partial_text(token)
+        entries = positions[number].top[:width]
+        made[row, : len(entries)] = [is_partial_text(token) for token, _ in entries]
     return made
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from draftproof.audit.self_test import Tally
 
 EXIT_LOSSY, EXIT_CANNOT_TELL = 1, 3
+REPORTS = {"json": "JSON", "markdown": "Markdown", "html": "HTML"}
 STYLES = {
     "exact": "green",
     "consistent": "green",
@@ -39,23 +40,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="base URL of an OpenAI-compatible endpoint, such as http://HOST:PORT/v1",
     )
     add("--against", metavar="URL", help="a second endpoint that must return the same outputs")
-    add("--model", help="name of the model (default: the first that the endpoint lists)")
+    add("--model", metavar="NAME", help="name of the model (default: the first that the endpoint lists)")
     add("--key-env", metavar="NAME", help="environment variable that holds the API key")
-    add("--suite", choices=("quick", "full"), default="quick", help="number of tests (default: quick)")
-    add("--budget", type=int, metavar="TOKENS", help="tokens of prompts and outputs, about")
+    add("--suite", choices=("quick", "full"), default="quick", help="size of the audit (default: quick)")
+    add("--budget", type=int, metavar="TOKENS", help="tokens of prompts and outputs together, about")
     add("--api", choices=("auto", "completions", "chat"), default="auto", help="route (default: auto)")
-    add("--only", metavar="STAGES", help="stages separated by commas, such as sampling,greedy")
+    add(
+        "--only",
+        metavar="STAGES",
+        help="some of greedy,replay,rescoring,options,against,sampling (default: all)",
+    )
     add("--body", metavar="JSON", help="fields that are added to every request")
     add("--without", metavar="JSON", help="fields that switch speculation off for one request")
-    add("--concurrency", type=int, default=4, help="requests at a time (default: 4)")
-    add("--neighbours", type=int, default=64, help="requests beside a replayed one (default: 64)")
+    add("--concurrency", type=int, default=4, metavar="N", help="requests at a time (default: 4)")
+    add(
+        "--neighbours", type=int, default=64, metavar="N", help="requests beside a replayed one (default: 64)"
+    )
     add("--rate", type=float, metavar="N", help="requests a second, at most")
-    add("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one request (default: 120)")
+    add("--timeout", type=float, default=120.0, metavar="SECONDS", help="limit of one request (default: 120)")
     add("--resume", type=Path, metavar="FILE", help="keep answers there; a stopped audit continues")
-    for name in ("json", "markdown", "html"):
-        add(f"--{name}", type=Path, metavar="FILE", help=f"write the report there as {name}")
+    for name, title in REPORTS.items():
+        add(f"--{name}", type=Path, metavar="FILE", help=f"write the report there as {title}")
     add("--self-test", action="store_true", help="audit stub servers: power and false alarms of the audit")
-    add("--repetitions", type=int, default=3, help="audits of each stub (default: 3)")
+    add("--repetitions", type=int, default=3, metavar="N", help="audits of each stub (default: 3)")
     parser.set_defaults(run=run)
 
 
@@ -67,6 +74,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise RequestError("URL is missing: give the address of an endpoint, or --self-test")
     if options.concurrency < 1 or options.neighbours < 1:
         raise RequestError("--concurrency and --neighbours must be at least 1")
+    for flag in ("rate", "timeout"):
+        if getattr(options, flag) is not None and not getattr(options, flag) > 0:  # NaN is not
+            raise RequestError(f"--{flag} must be larger than 0")
+    for name in REPORTS:
+        _refuse_unwritable(getattr(options, name))
     report = _audited(options, console)
     console.print(results_table(report))
     for result in report.results:
@@ -74,6 +86,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
             console.print(f"[red]{result.test}[/red]: ", end="")
             console.print(finding.text, markup=False)
     console.print(report.statement(), markup=False, style="bold")
+    if report.violations and not any(getattr(options, name) for name in REPORTS):
+        console.print("--html FILE, --markdown FILE or --json FILE writes the report.", markup=False)
     _write(options, report)
     verdict = str(report.verdict)
     return {"lossy": EXIT_LOSSY, "cannot tell": EXIT_CANNOT_TELL}.get(verdict, 0)
@@ -138,18 +152,24 @@ def _write(options: argparse.Namespace, report: Report) -> None:
     from draftproof.audit.report.html import html
     from draftproof.audit.report.markdown import markdown
 
-    texts = {
-        options.json: lambda: json.dumps(report.as_json(), indent=1) + "\n",
-        options.markdown: lambda: markdown(report),
-        options.html: lambda: html(report),
-    }
-    for path, text in texts.items():
+    texts = (
+        (options.json, lambda: json.dumps(report.as_json(), indent=1) + "\n"),
+        (options.markdown, lambda: markdown(report)),
+        (options.html, lambda: html(report)),
+    )
+    for path, text in texts:
         if path is None:
             continue
         try:
             path.write_text(text())
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _refuse_unwritable(path: Path | None) -> None:
+    """Raise an error for a report that cannot be written, before any token is paid for."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise RequestError(f"{path} cannot be written: it must be a file in a folder that exists")
 
 
 def _fields(text: str | None, flag: str) -> dict[str, Any] | None:
