@@ -119,7 +119,7 @@ def rate(
         costs = getattr(policy, "_cost", None)
         if costs and not prompts:
             noisy = took * (1 + NOISE * abs(draw.normal()))
-            costs.observe(num_rows, keys, noisy, has_drafts=bool(drafts.any()))
+            costs.observe(num_rows, keys, noisy, num_drafts=int(drafts.sum()))
         place += np.where(decodes, accepted + 1, 1)
         if padded and results:  # read after the next step was queued
             policy.record(*results)
@@ -293,8 +293,8 @@ class Meter:
         self._pending = [pair for pair in self._pending if pair[0] is not step.plan]
         if seconds and cost.learns:
             noisy = seconds[0] * (1 + STEP_NOISE * abs(self._draw.normal()))
-            has_drafts = step.plan.num_drafts > 0
-            cost.observe(step.plan.num_rows, step.num_keys, noisy, step.draft_run.requests, has_drafts)
+            plan, drafting = step.plan, step.draft_run.requests
+            cost.observe(plan.num_rows, step.num_keys, noisy, drafting, plan.num_drafts)
         return found
 
     def read(self) -> tuple[float, float, float]:

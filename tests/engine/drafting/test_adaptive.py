@@ -113,7 +113,7 @@ def tokens_per_millisecond(policy, name, batch, task, longest=256, seed=0, host=
         learning.record_host_seconds(host)
         seconds += took
         if not prompts and took > host:
-            learning.observe(rows, keys, took * (1 + draw.random() / 10), has_drafts=bool(drafts.any()))
+            learning.observe(rows, keys, took * (1 + draw.random() / 10), num_drafts=int(drafts.sum()))
         prompts = 0
         tokens += int(accepted.sum()) + batch
         place += accepted + 1

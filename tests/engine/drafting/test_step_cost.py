@@ -110,7 +110,7 @@ def test_policy_sees_the_experts_of_sizes_that_were_never_observed(is_timed_on_e
     cost = StepCost(truth if not is_timed_on_equal_rows else equal)
     for i in range(300):
         rows = (1, 4)[i % 2]
-        cost.observe(rows, 100, truth[rows] + 0.01, has_drafts=rows > 1)
+        cost.observe(rows, 100, truth[rows] + 0.01, num_drafts=rows - 1)
     found = {rows: cost.row_seconds(rows) / truth[rows] for rows in sizes}
     if is_timed_on_equal_rows:  # the control: without the term larger steps seem cheap
         assert found[4] == pytest.approx(1.0, rel=0.05) and found[32] < 0.7
@@ -120,3 +120,31 @@ def test_policy_sees_the_experts_of_sizes_that_were_never_observed(is_timed_on_e
 
 def test_dense_models_keep_their_timed_seconds() -> None:
     assert with_expert_cost(TABLE, replace(EXPERTS, moe=None)) == TABLE
+
+
+def test_drafts_cost_more_behind_a_long_context_and_not_behind_a_short_one() -> None:
+    base = {1: 7.0, 4: 14.0, 8: 24.0, 16: 46.0}
+
+    def seconds(num_drafts: int, keys: int) -> float:
+        truth = StepCost(base, interpolate=True).row_seconds(1 + num_drafts)
+        return truth + keys * (0.006 + 0.001 * num_drafts)
+
+    cost = StepCost(base, interpolate=True)
+    for i in range(200):
+        num_drafts = 0 if i % 16 == 3 else (12, 6, 15)[i % 3]
+        cost.observe(1 + num_drafts, 5000, seconds(num_drafts, 5000), num_drafts=num_drafts)
+    for keys in (5000, 500):
+        table = cost.table_for(1, keys)
+        for num_drafts in (6, 12, 15):
+            found = float(np.interp(1 + num_drafts, *table)) + cost.context_seconds(keys)
+            assert found == pytest.approx(seconds(num_drafts, keys), rel=0.1)
+    # two requests: each draft reads the keys of its own
+    added = cost.table_for(2, 5000)[1] - cost.table[1]
+    assert added[:2].tolist() == [0, 0] and added[2] == pytest.approx(0.001 * 2500, rel=0.2)
+
+
+def test_drafts_of_padded_steps_have_no_cost_by_context() -> None:
+    cost = StepCost({1: 1.0, 16: 1.5})
+    for i in range(40):
+        cost.observe(16 if i % 4 else 1, 5000, 3.0 if i % 4 else 1.5, num_drafts=15 if i % 4 else 0)
+    assert cost.table_for(1, 5000) is cost.table

@@ -130,7 +130,7 @@ class DraftBudget:
         is_probe_due = self._num_steps >= next_probe
         found: budget_kernels.Assignment = budget_kernels.plan_drafts(
             self._columns, self._posteriors, slots, max_drafts, gains, flat_gains, rows,
-            cost.table, context, floor, draft_cost, is_probe_due,
+            cost.table_for(len(slots), keys), context, floor, draft_cost, is_probe_due,
         )  # fmt: skip
         self._new_request_drafts = found.new_request_drafts
         self._hold(slots, found.assigned, found.num_assigned)

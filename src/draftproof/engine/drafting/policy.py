@@ -175,8 +175,8 @@ class DraftPolicy:
             self.cost.record_host_seconds(host)
         if self.cost.learns and is_clean and not plan.has_prompts:
             drafting = 0 if run.seconds else run.requests
-            has_drafts = plan.num_drafts > 0
-            self.cost.observe(plan.num_rows, step.num_keys, device - run.seconds, drafting, has_drafts)
+            seconds, num_drafts = device - run.seconds, plan.num_drafts
+            self.cost.observe(plan.num_rows, step.num_keys, seconds, drafting, num_drafts)
         if plan.num_drafts:
             self._observe_drafts(step)
         else:

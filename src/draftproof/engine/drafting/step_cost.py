@@ -1,6 +1,6 @@
 """Cost model of a step: seconds by rows and context, timed at start-up and corrected by observed steps.
 
-    seconds(rows, keys) = base[rows] * (1 + correction[rows]) + per_key * keys
+    seconds(rows, keys) = base[rows] * (1 + correction[rows]) + per_key * keys + per_draft_key * draft_keys
 
 `base` is timed at start-up on empty steps, so it has no cost of context: `keys` is the number of stored
 tokens that the requests of a step read. The other terms are exponentially weighted averages of the error of
@@ -8,6 +8,11 @@ past predictions. A share of each error goes to the correction of the step's siz
 it. Of a step without drafts a share also goes to `per_key`, which takes up whatever else a step costs besides
 its rows. A step with drafts corrects neither `per_key` nor smaller sizes: its rows read the same keys several
 times. A step without drafts would seem as slow, and drafts free.
+
+On the CPU attention computes each row with each of its keys, so a draft costs more the longer the context is.
+`draft_keys` is the number of drafts times the keys of a request, and a share of the error of a step with
+drafts goes to `per_draft_key`. Without it a draft behind a short context would seem as slow as behind a long
+one.
 
 A draft model that runs behind a step adds the seconds timed for it and an average of what it took longer.
 
@@ -22,10 +27,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from draftproof.array_types import Floats64
+
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
 CONTEXT_RATE = 1 / 16  # share of a prediction error that goes to the cost of a key
 FAST_CONTEXT_RATE = 1 / 6  # and where the step took less: it may be slowed by others, not sped up
-FIRST_CONTEXT_STEPS = 4  # observed steps without drafts that set the cost of a key
+FIRST_CONTEXT_STEPS = 4  # observed steps without drafts that set the cost of a key; with drafts: of a draft
+DRAFT_CONTEXT_RATE = 1 / 4  # and of a step with drafts to the cost of a key of a draft
 SIZE_RATE = 1 / 16  # and to the correction of the step's size; more in its first steps
 DRAFT_RATE = 1 / 16  # and to the overhead of the draft model, if it ran
 CORRECTION_DECAY = 1 / 1024  # of the corrections, per observed step
@@ -83,7 +91,8 @@ class StepCost:
     def _reset(self) -> None:
         self._num_pauses = 0
         self.num_plain_steps = 0  # observed steps without drafts
-        self._per_key = self._draft_overhead = 0.0
+        self._per_key = self._per_draft_key = self._draft_overhead = 0.0
+        self._num_draft_steps = 0  # observed steps with drafts
         self._correction = np.zeros(len(self._sizes))
         self._num_seen = [0] * len(self._sizes)  # observed steps of each size
         self._fill_table()
@@ -102,24 +111,32 @@ class StepCost:
         self._host_seconds += HOST_RATE * (seconds - self._host_seconds)
 
     def observe(
-        self, rows: int, keys: int, seconds: float, num_drafting: int = 0, has_drafts: bool = False
+        self, rows: int, keys: int, seconds: float, num_drafting: int = 0, num_drafts: int = 0
     ) -> None:
-        """Take in a step; `num_drafting`: requests that the draft model ran for behind it."""
+        """Take in a step with `num_drafts` drafts.
+
+        num_drafting: requests that the draft model ran for behind it.
+        """
         at = bisect_left(self._rows, rows)
         if not self.learns or at == len(self._rows) or keys <= 0 or seconds <= 0:
             return
-        kind = at, num_drafting, has_drafts
+        kind = at, num_drafting, num_drafts > 0
         self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
         self._last_kind = kind
         if self._num_alike <= FIRST_STEPS or self._num_alike % STEP_INTERVAL == 0:
-            self._correct(rows, keys, seconds, num_drafting, has_drafts)
+            self._correct(rows, keys, seconds, num_drafting, num_drafts)
 
-    def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int, has_drafts: bool) -> None:
-        draft = self.draft_seconds(num_drafting)
+    def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int, num_drafts: int) -> None:
+        draft, has_drafts = self.draft_seconds(num_drafting), num_drafts > 0
         if self.num_plain_steps < FIRST_CONTEXT_STEPS and not has_drafts:
             self._start_context(keys, seconds - self.row_seconds(rows) - draft)
             return
         expected = self.row_seconds(rows) + self.context_seconds(keys) + draft
+        draft_keys = num_drafts * keys / (rows - num_drafts) if self._interpolate else 0.0
+        if draft_keys and self._num_draft_steps < FIRST_CONTEXT_STEPS:
+            self._start_draft_context(draft_keys, seconds - expected)
+            return
+        expected += self._per_draft_key * draft_keys
         error = seconds - expected
         if error > (PAUSE_FACTOR - 1) * expected:
             self._num_pauses += 1
@@ -132,6 +149,10 @@ class StepCost:
             self.num_plain_steps += 1
             moved = (CONTEXT_RATE if error > 0 else FAST_CONTEXT_RATE) * error
             self._per_key += moved / keys
+            error -= moved
+        elif draft_keys:
+            moved = max(DRAFT_CONTEXT_RATE * error, -self._per_draft_key * draft_keys)
+            self._per_draft_key += moved / draft_keys
             error -= moved
         self._correction *= 1 - CORRECTION_DECAY
         size = bisect_left(self._sizes, rows)
@@ -154,6 +175,22 @@ class StepCost:
         found = max(0.0, seconds) / keys
         self._per_key = found if not self.num_plain_steps else min(self._per_key, found)
         self.num_plain_steps += 1
+
+    def _start_draft_context(self, draft_keys: float, seconds: float) -> None:
+        """Set `per_draft_key` from the first steps with drafts once `per_key` is known: the smallest."""
+        if not self.num_plain_steps:
+            return
+        found = max(0.0, seconds) / draft_keys
+        self._per_draft_key = found if not self._num_draft_steps else min(self._per_draft_key, found)
+        self._num_draft_steps += 1
+
+    def table_for(self, requests: int, keys: int) -> Floats64:
+        """Return the table for drafts of so many requests with `keys` stored tokens."""
+        if not self._per_draft_key:
+            return self.table
+        made = self.table.copy()
+        made[1] += self._per_draft_key * keys / requests * np.maximum(made[0] - requests, 0)
+        return made
 
     def row_seconds(self, rows: int) -> float:
         """Return the seconds of a step without context; more rows than timed cost as many as timed."""
