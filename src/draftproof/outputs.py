@@ -25,6 +25,8 @@ class DraftRecord:
     accepted: bool
     draft_logprob: float | None  # by the drafter; None: it reported none
     target_logprob: float | None  # by the target model
+    draft_rank: int | None = None  # of the token in the drafter's distribution
+    draft_top: tuple[tuple[int, float], ...] = ()  # likeliest tokens of the drafter and their logprobs
 
 
 class Logprob(NamedTuple):

@@ -158,6 +158,7 @@ class StepFeatures(NamedTuple):  # hashed in every step: a dataclass would take 
     processed_named: int = 0
     has_raw_drafts: bool = False  # some requests report drafts with raw logprobs of the target
     has_processed_drafts: bool = False
+    draft_top: int = 0  # likeliest tokens of the drafter that are reported with the drafts
 
     @property
     def needs_draft_logprobs(self) -> bool:
@@ -187,6 +188,7 @@ class DraftSpec(NamedTuple):
     has_prompts: bool = False  # some entries have chunks, and the proposer treats them differently
     needs_processed: bool = False  # some requests truncate their distribution
     needs_logprobs: bool = False  # the drafter's logprobs are read
+    top: int = 0  # with `needs_logprobs`: likeliest tokens of the drafter that are read
     needs_probs: bool = False  # the drafter's probabilities over the vocabulary are read
 
 
@@ -222,6 +224,15 @@ class ProposeBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRanking:
+    """Rank of each draft in the drafter's distribution, and the likeliest tokens of that distribution."""
+
+    ranks: Tensor  # [B, K] int64; 0: the draft has no distribution
+    top_ids: Tensor  # [B, K, T] int64, in the order (logprob down, id up)
+    top_logprobs: Tensor  # [B, K, T] fp32
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """Drafts of a proposer for B requests, at most K each."""
 
@@ -230,6 +241,7 @@ class Draft:
     logprobs: Tensor | None = None  # [B, K] fp32, by the drafter; NaN = none
     probs: Tensor | None = None  # [B, K, V] the distribution of each draft; None = deterministic
     sources: Tensor | None = None  # [B, K] int8, index into the proposer's `sources`; None = all 0
+    ranking: DraftRanking | None = None  # with `logprobs`, of a drafter with a distribution
 
     @classmethod
     def from_lists(cls, drafts: Sequence[Sequence[int]], k: int) -> Draft:

@@ -75,11 +75,12 @@ def test_draft_records_hold_logprobs_of_requests_that_want_them(overlap, monkeyp
 @pytest.mark.parametrize("sampling", ["shared", "argmax"])
 def test_draft_logprobs_equal_target_logprobs_for_equal_weights(sampling, monkeypatch):
     fields = {"include_draft_logprobs": True, "logprobs_mode": "processed", "top_k": 20, "ignore_eos": True}
-    monkeypatch.setitem(OPTIONS, "records", fields)
+    monkeypatch.setitem(OPTIONS, "records", {**fields, "logprobs": 3})
     cases = [Case(i, "records", heat, length=20, prompt=False) for i, heat in enumerate((0.0, 0.7, 1.3))]
     spec = {"method": "draft_model", "model": heads.itself("llama", "float32"), "draft_sampling": sampling}
     batch = Batch(cases, Setup(), {**spec, "adaptive": False, "num_speculative_tokens": 3})
     assert batch.differences() == []
+    compared = 0
     for record in batch.records.values():
         drafts = [draft for step in record.steps for draft in step.drafts or []]
         assert len(drafts) >= 6 and {draft.source for draft in drafts} == {"draft_model"}
@@ -87,6 +88,33 @@ def test_draft_logprobs_equal_target_logprobs_for_equal_weights(sampling, monkey
         for draft in accepted:  # its context was committed
             assert math.isclose(draft.draft_logprob, draft.target_logprob, abs_tol=1e-5)
         assert sampling == "argmax" or len(accepted) == len(drafts)
+        for draft in drafts:
+            ids, values = zip(*draft.draft_top, strict=True)
+            assert len(ids) == 3 and list(values) == sorted(values, reverse=True)
+            assert draft.draft_rank == (1 if sampling == "argmax" else draft.draft_rank) and draft.draft_rank
+            if draft.draft_rank <= 3:
+                assert draft.draft_top[draft.draft_rank - 1] == (draft.token_id, draft.draft_logprob)
+            else:
+                assert draft.token_id not in ids and draft.draft_logprob <= values[-1]
+        compared += check_tops_equal_target_rows(record)
+    assert compared > 12
+
+
+def check_tops_equal_target_rows(record: Any) -> int:
+    """Compare the drafter's likeliest tokens with those of a target with the same weights; count drafts."""
+    place, rows = 0, {}
+    for step in record.steps:
+        for i, row in enumerate(step.logprobs):
+            rows[place + i] = row
+        place += len(step.token_ids)
+    compared = 0
+    for draft in (draft for step in record.steps for draft in step.drafts or []):
+        if draft.accepted:
+            row = rows[draft.position]
+            assert [token for token, _ in draft.draft_top] == row.token_ids[1:4]
+            assert draft.draft_rank == row.ranks[0]
+            compared += 1
+    return compared
 
 
 class AllowedOnly(MtpProposer):

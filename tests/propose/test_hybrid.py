@@ -193,7 +193,8 @@ def test_draft_records_name_every_source():
     record = tiny.run(target, [case])["0"]
     drafts = [draft for step in record.steps for draft in step.drafts or []]
     assert {draft.source for draft in drafts} == {"mtp", "suffix"}
-    assert all((draft.draft_logprob is None) == (draft.source == "suffix") for draft in drafts)
+    for draft in drafts:
+        assert (draft.draft_logprob is None) == (draft.draft_rank is None) == (draft.source == "suffix")
 
 
 def test_draft_probs_are_those_of_the_selected_member():

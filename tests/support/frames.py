@@ -142,6 +142,8 @@ def random_step(
                         j < accepted,
                         rng.choice([None, -0.5]),
                         -0.0,
+                        rng.choice([None, 1, vocab]),
+                        tuple((rng.randrange(vocab), -0.25 * n) for n in range(rng.randint(0, 3))),
                     )
                     for j in range(drafted)
                 ]

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import Ops, Rows
+from draftproof.ops import Ops, Rows, TokenLogprobs
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Calibration
-from draftproof.types import DeviceBatch, Draft, DraftSpec, Windows
+from draftproof.types import DeviceBatch, Draft, DraftRanking, DraftSpec, Windows
 
 DRAFT_SAMPLING = ("shared", "argmax")  # with the target's noise; the likeliest token at any temperature
 
@@ -50,6 +50,7 @@ class DraftRounds:
         self.spec: DraftSpec = batch.spec
         self.draft_rows = ops.rounds.plan_draft_rows(batch, last, batch.spec.rounds, lag, page_size)
         self._logprobs: list[Tensor] = []
+        self._rankings: list[TokenLogprobs] = []
         self._probs: list[Tensor] = []
         self.draft_probs: Tensor | None = None  # [B] the model's probability of each entry's last draft
         self._costs = batch.costs
@@ -106,12 +107,16 @@ class DraftRounds:
         temperature = self.columns.temperature[self.slots.clamp(min=0)]
         if logprobs is None:
             logprobs = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        if self.spec.needs_logprobs:
+            entries = torch.arange(len(token), device=token.device)
+            rows = torch.where(windows.slot >= 0, entries, -1)
+            self._rankings.append(self.ops.sampling.logprobs(logprobs, rows, token, self.spec.top))
         logprobs = logprobs - self.ops.sampling.logsumexp(logprobs)[:, None]
         draft_logprob = logprobs.gather(1, token[:, None])[:, 0]
         if self.draft_probs is not None:
             self.draft_probs.copy_(draft_logprob.exp())
-        if self.spec.needs_logprobs or self.spec.needs_probs:
-            self._logprobs.append(draft_logprob)
+        if self.spec.needs_logprobs:
+            self._logprobs.append(self._rankings[-1].values[:, 0])
         if self.spec.needs_probs:
             certain = torch.zeros_like(logprobs).scatter_(1, token[:, None], 1.0)
             sampled = (temperature > 0)[:, None] & (not self.greedy)
@@ -164,7 +169,16 @@ class DraftRounds:
         if self._logprobs:
             logprobs = self._stack(self._logprobs, torch.full_like(self._logprobs[0], math.nan))
         probs = self._stack(self._probs, torch.zeros_like(self._probs[0])) if self._probs else None
-        return Draft(self.draft_rows.tokens.t(), self.draft_rows.count, logprobs, probs)
+        ranking = self._ranking() if self._rankings else None
+        return Draft(self.draft_rows.tokens.t(), self.draft_rows.count, logprobs, probs, ranking=ranking)
+
+    def _ranking(self) -> DraftRanking:
+        first = self._rankings[0]
+        return DraftRanking(
+            self._stack([one.ranks for one in self._rankings], torch.zeros_like(first.ranks)),
+            self._stack([one.ids for one in self._rankings], torch.zeros_like(first.ids)),
+            self._stack([one.values[:, 1:] for one in self._rankings], torch.zeros_like(first.values[:, 1:])),
+        )
 
     def _stack(self, columns: list[Tensor], padding: Tensor) -> Tensor:
         """Stack [B, ...] of each round to [B, K, ...]."""

@@ -176,7 +176,7 @@ class HybridProposer(DeviceProposer):
             extender = self.members[self.extending_source]
             tokens, count, _ = extender.extend(replace(batch, budget=room), (tokens, made))
         if not (batch.spec and batch.spec.needs_logprobs):
-            drafts = [replace(draft, logprobs=None) for draft in drafts]
+            drafts = [replace(draft, logprobs=None, ranking=None) for draft in drafts]
         return self._attach_draft_info(Draft(tokens, count, sources=sources), drafts, made)
 
     def _may_fall_short(self, batch: DeviceBatch) -> bool:
@@ -262,23 +262,25 @@ class HybridProposer(DeviceProposer):
         return float((gain - best).clamp(min=0).sum()) > rounds * batch.costs.round
 
     def _attach_draft_info(self, chosen: Draft, drafts: Sequence[Draft], made: Tensor) -> Draft:
-        """Attach logprobs and distributions of the members that report them; other drafts are certain."""
+        """Attach logprobs, ranks and distributions of the members that report them; others are certain."""
         assert chosen.sources is not None
         if all(draft.logprobs is None and draft.probs is None for draft in drafts):
             return chosen
         place = torch.arange(chosen.tokens.shape[1], device=made.device)
-        is_selected, logprobs, probs = place < made[:, None], None, None
+        is_selected, logprobs, probs, ranking = place < made[:, None], None, None, None
         for i, draft in enumerate(drafts):
             is_mine = is_selected & (chosen.sources == i)
             if draft.logprobs is not None:
                 logprobs = torch.full_like(draft.logprobs, math.nan) if logprobs is None else logprobs
                 logprobs = torch.where(is_mine, draft.logprobs, logprobs)
+            if draft.ranking is not None:  # of the one member with a model
+                ranking = replace(draft.ranking, ranks=torch.where(is_mine, draft.ranking.ranks, 0))
             if draft.probs is not None:
                 if probs is None:
                     tokens = chosen.tokens.clamp(0, self.env.vocab_size - 1)
                     probs = torch.zeros_like(draft.probs).scatter_(2, tokens[..., None], 1.0)
                 probs = torch.where(is_mine[..., None], draft.probs, probs)
-        return replace(chosen, logprobs=logprobs, probs=probs)
+        return replace(chosen, logprobs=logprobs, probs=probs, ranking=ranking)
 
 
 def _candidate(member: MemberDrafts) -> DraftCandidate:

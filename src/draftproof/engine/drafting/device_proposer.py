@@ -25,6 +25,7 @@ from draftproof.types import (
     DeviceBatch,
     Draft,
     DraftCosts,
+    DraftRanking,
     DraftSpec,
     PlanColumns,
     Rows,
@@ -52,6 +53,7 @@ class DraftRunner:
         self._queued_rounds = 0  # behind the last step, where it is not waited for
         self._seconds = 0.0  # of the last drafts, where they are waited for
         self._probs: Tensor | None = None  # [S + 1, K, V]; padding writes to the last line
+        self._ranking: DraftRanking | None = None  # [S + 1, K]; padding writes to the last line
         count = 0
         if self.proposer is not None and self.proposer.runs_every_step:
             count = self.proposer.needs_hidden + len(self.proposer.taps)
@@ -115,6 +117,35 @@ class DraftRunner:
             probs = torch.zeros_like(self._probs[lines]).scatter_(2, tokens[..., None], 1.0)
         self._probs[lines] = probs.to(self._probs.device)
 
+    def reserve_ranking(self, features: StepFeatures, max_top: int) -> None:
+        """Allocate ranks and likeliest tokens of drafts before the first step that reports them."""
+        if self._ranking is None and features.needs_draft_logprobs and self.runs_every_step:
+            lines, device = len(self.slots.requests) + 1, self.slots.device
+            ids = torch.zeros((lines, self.k, max_top), dtype=torch.int64, device=device)
+            ranks = torch.zeros((lines, self.k), dtype=torch.int64, device=device)
+            self._ranking = DraftRanking(ranks, ids, torch.zeros(ids.shape, device=device))
+
+    def ranking(self, top: int) -> DraftRanking | None:
+        """Return ranks [S, K] of the stored drafts and the `top` likeliest tokens [S, K, top] of each."""
+        held = self._ranking
+        if held is None:
+            return None
+        return DraftRanking(held.ranks[:-1], held.top_ids[:-1, :, :top], held.top_logprobs[:-1, :, :top])
+
+    def store_ranking(self, slots: Tensor, draft: Draft) -> None:
+        """Store ranks and likeliest tokens of drafts; a draft without a distribution has rank 0."""
+        if self._ranking is None:
+            return
+        held, found = self._ranking, draft.ranking
+        lines = torch.where(slots < 0, len(held.ranks) - 1, slots)
+        if found is None:
+            held.ranks[lines] = 0
+            return
+        held.ranks[lines] = found.ranks
+        top = found.top_ids.shape[2]
+        held.top_ids[lines, :, :top] = found.top_ids
+        held.top_logprobs[lines, :, :top] = found.top_logprobs
+
     def store_features(self, hidden: Tensor, *tapped: Tensor) -> None:
         """Copy the rows [R, hidden] that the proposer needs: other graphs run before it reads them."""
         if self._features is not None and self.proposer is not None:
@@ -135,6 +166,7 @@ class DraftRunner:
             has_prompts=self.proposer.depends_on_prompts and bool(planned.chunk.any()),
             needs_processed=features.needs_processed,
             needs_logprobs=features.needs_draft_logprobs,
+            top=features.draft_top,
             needs_probs=needs_probs,
         )
 
@@ -182,6 +214,7 @@ class DraftRunner:
             draft = check_draft(self.proposer.draft(batch), columns.draft[: len(slots)], num_sources)
             self.slots.ops.step.store_drafts(columns, slots, budget, draft)
             self.store_probs(slots, draft)
+            self.store_ranking(slots, draft)
         except Exception as error:  # a plug-in may raise anything
             self.proposer, self.failure = None, error
             columns.num_draft.zero_()

@@ -26,6 +26,7 @@ from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
 from draftproof.engine.step.logprob_pass import logprob_pass
 from draftproof.engine.step.result_buffer import PackedResults
 from draftproof.engine.step.step_buffers import PlanBuffer, StepBuffers
+from draftproof.engine.step.step_features import LOGPROB_WIDTHS
 from draftproof.engine.step.step_results import GrammarErrors
 from draftproof.models.runner import Runner
 from draftproof.ops import GraphPool, Layout, PendingCopy
@@ -196,6 +197,7 @@ class DeviceStep:
         needs_probs = self.drafting.needs_probs(features, self.sampler.strategies)
         if not self.drafting.runs_every_step:
             return lambda: None
+        self.drafting.reserve_ranking(features, min(LOGPROB_WIDTHS[-1], self.slots.vocab))
         entries = self.drafting.captured_entries(len(planned.slots), rows)
         spec = self.drafting.spec(planned, decision, features, needs_probs)
         task = self.draft_task(rows, entries, spec, decision.costs)
@@ -299,7 +301,9 @@ class DeviceStep:
         none = torch.zeros_like(windows.slot)
         outcome, packed = self.buffers.outcome(len(self.plan.slots), len(none))
         self.ops.step.commit(self.plan, windows, Choice(none), none, outcome)
-        return StepTensors(windows, outcome, None, None, self._pack(packed, features, windows))
+        return StepTensors(
+            windows, outcome, None, None, _pack_drafts(packed, features, windows, self.drafting)
+        )
 
     def _sample_and_commit(
         self, hidden: Tensor, windows: Windows, features: StepFeatures, host_processed: Mapping[int, Request]
@@ -312,24 +316,31 @@ class DeviceStep:
 
         write = logprob_pass(self.ops, features, logits, sampled.processed, windows, outcome, packed)
         if self.drafting.runs_every_step:  # the pass runs beside the drafts behind the step
-            self._pack(packed, features, windows)
+            _pack_drafts(packed, features, windows, self.drafting)
             return StepTensors(windows, outcome, logits, sampled, packed, write)
         logprobs = self.drafting.run_parallel(write, features)
-        self._pack(packed, features, windows)
+        _pack_drafts(packed, features, windows, self.drafting)
         if self.drafting.drafts_in_step:
             self.drafting.draft(self.plan)
         logprobs()
         return StepTensors(windows, outcome, logits, sampled, packed)
 
-    def _pack(self, packed: PackedResults, features: StepFeatures, windows: Windows) -> PackedResults:
-        """Add what is known of the verified drafts, before the next drafts overwrite it."""
-        columns = self.slots.columns
-        if features.needs_draft_logprobs:
-            packed.add_copy("draft_tokens", windows.draft)
-            packed.add_copy("draft_logprobs", columns.draft_logprob)
-        if self.drafting.num_sources > 1:
-            packed.add_copy("draft_sources", columns.draft_source)
-        return packed.complete()
+
+def _pack_drafts(
+    packed: PackedResults, features: StepFeatures, windows: Windows, drafting: DraftRunner
+) -> PackedResults:
+    """Add what is known of the verified drafts, before the next drafts overwrite it."""
+    columns = drafting.slots.columns
+    if features.needs_draft_logprobs:
+        packed.add_copy("draft_tokens", windows.draft)
+        packed.add_copy("draft_logprobs", columns.draft_logprob)
+        if (ranking := drafting.ranking(features.draft_top)) is not None:
+            packed.add_copy("draft_ranks", ranking.ranks)
+            packed.add_copy("draft_top_ids", ranking.top_ids)
+            packed.add_copy("draft_top_logprobs", ranking.top_logprobs)
+    if drafting.num_sources > 1:
+        packed.add_copy("draft_sources", columns.draft_source)
+    return packed.complete()
 
 
 def _logprob_key(step: GraphKey) -> GraphKey:

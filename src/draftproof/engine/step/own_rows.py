@@ -15,6 +15,7 @@ from draftproof.array_types import Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.step.queued_logprobs import QueuedLogprobs, add_named
 from draftproof.engine.step.result_buffer import HostResults
+from draftproof.engine.step.step_features import draft_top
 from draftproof.engine.step.step_results import HostOutput
 from draftproof.outputs import DraftRecord, LogprobRow
 from draftproof.sampling_params import top_of
@@ -49,7 +50,8 @@ def own_rows(
                 entry.logprobs = _named_rows(planned, results, b, tokens)
             if params.include_draft_logprobs:
                 start = int(lengths[b]) - len(sequence.request.prompt_token_ids)
-                entry.drafts = _draft_records(planned, results, b, start, source, names)
+                top = draft_top(params, vocab)
+                entry.drafts = _draft_records(planned, results, b, start, source, names, top)
         if entry != HostOutput():
             found[b] = entry
     return found
@@ -76,15 +78,24 @@ def _draft_records(
     start: int,
     source: NDArray[np.int8] | None,
     names: Sequence[str],
+    top: int,
 ) -> list[DraftRecord]:
-    """Return all drafts of a window; `start`: index in the output of the window's first token."""
+    """Return all drafts of a window, each with the drafter's `top` likeliest tokens.
+
+    start: index in the output of the window's first token.
+    """
     line = results.table[b]
     count, first = int(line[NUM_DRAFT]), int(line[FIRST_ROW])
     if not count:
         return []
     assert results.draft_tokens is not None and results.draft_logprobs is not None
     target = results.draft_targets[planned.sequences[b].draft_kind]
-    own = results.draft_logprobs[int(planned.slots[b]), :count].tolist()
+    slot = int(planned.slots[b])
+    own = results.draft_logprobs[slot, :count].tolist()
+    ranks: list[int] = [0] * count
+    tops: list[tuple[tuple[int, float], ...]] = [()] * count
+    if results.draft_ranks is not None:
+        ranks, tops = results.draft_ranks[slot, :count].tolist(), _draft_tops(results, slot, count, top)
     sources = [0] * count if source is None else source[b, :count].tolist()
     drafts = results.draft_tokens[first : first + count].tolist()
     target_logprobs = target.values[first : first + count, 0].tolist()
@@ -96,9 +107,19 @@ def _draft_records(
             accepted=i < int(line[NUM_ACCEPTED]),
             draft_logprob=None if own[i] != own[i] else own[i],
             target_logprob=target_logprobs[i],
+            draft_rank=ranks[i] or None,
+            draft_top=tops[i] if ranks[i] else (),
         )
         for i in range(count)
     ]
+
+
+def _draft_tops(results: HostResults, slot: int, count: int, top: int) -> list[tuple[tuple[int, float], ...]]:
+    """Return the drafter's `top` likeliest tokens and their logprobs, of `count` drafts of a slot."""
+    assert results.draft_top_ids is not None and results.draft_top_logprobs is not None
+    ids = results.draft_top_ids[slot, :count, :top].tolist()
+    values = results.draft_top_logprobs[slot, :count, :top].tolist()
+    return [tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
 
 
 def _prompt_rows(planned: StepPlan, queued: QueuedLogprobs, b: int, vocab: int) -> list[LogprobRow]:

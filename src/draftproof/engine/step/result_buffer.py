@@ -44,6 +44,9 @@ class HostResults(NamedTuple):
     draft_tokens: NDArray[np.int64] | None  # [L] by logits row
     draft_logprobs: NDArray[np.float32] | None  # [S, K] by the drafter
     draft_sources: NDArray[np.int8] | None  # [S, K]
+    draft_ranks: NDArray[np.int64] | None  # [S, K] by the drafter; 0: none
+    draft_top_ids: NDArray[np.int64] | None  # [S, K, top] likeliest tokens of the drafter
+    draft_top_logprobs: NDArray[np.float32] | None  # [S, K, top]
 
 
 class PackedResults:
@@ -99,7 +102,7 @@ class PackedResults:
             {kind: LogprobColumns(*(part.view(row) for part in parts)) for kind, parts in each.items()}
             for each in (self._logprobs, self._draft_targets)
         )
-        names = ("draft_tokens", "draft_logprobs", "draft_sources")
+        names = HostResults._fields[HostResults._fields.index("draft_tokens") :]
         columns = [copies[name].view(row) if name in copies else None for name in names]
         return HostResults(self._table.view(row), logprobs, targets, *columns)
 
@@ -124,6 +127,7 @@ def buffer_bytes(entries: int, width: int, k: int, rows: int, top: int, num_name
     named = _padded(8 * rows * num_named) + _padded(4 * rows * num_named)
     targets = PART_ALIGN_BYTES + _padded(8 * rows) + _padded(4 * rows)
     drafts = _padded(8 * rows) + _padded(4 * entries * k) + _padded(entries * k)
+    drafts += _padded(8 * entries * k) + _padded(8 * entries * k * top) + _padded(4 * entries * k * top)
     return _padded(8 * entries * width) + 2 * (logprobs + named + targets) + drafts
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.slots import adjustments
-from draftproof.sampling_params import top_of
+from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.types import LogitAdjust, LogprobKind, StepFeatures
 from draftproof.verify.base import Strategy
 
@@ -47,6 +47,7 @@ def _features_of_one(sequence: Sequence, strategies: Many[Strategy], vocab: int)
         processed_named=named if kind is LogprobKind.PROCESSED else 0,
         has_raw_drafts=draft_kind is LogprobKind.RAW,
         has_processed_drafts=draft_kind is LogprobKind.PROCESSED,
+        draft_top=0 if draft_kind is LogprobKind.NONE else logprob_width(draft_top(params, vocab), vocab),
     )
 
 
@@ -55,6 +56,11 @@ def _union(several: list[StepFeatures]) -> StepFeatures:
         return StepFeatures(strategies=(0,))
     strategies, *others = zip(*several, strict=True)
     return StepFeatures(tuple(sorted({number for one in strategies for number in one})), *map(max, others))
+
+
+def draft_top(params: SamplingParams, vocab: int) -> int:
+    """Return the number of the drafter's likeliest tokens that a request reports with its drafts."""
+    return min(top_of(params.logprobs, vocab), LOGPROB_WIDTHS[-1])
 
 
 def named_width(count: int) -> int:

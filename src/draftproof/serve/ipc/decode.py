@@ -263,12 +263,26 @@ def _decode_row_sets(columns: Columns, extras: dict[int, HostOutput]) -> None:
 
 def _decode_drafts(columns: Columns, extras: dict[int, HostOutput], sources: Sequence[str]) -> None:
     names, optional = (
-        ("entry", "token", "position", "source", "accepted"),
+        ("entry", "token", "position", "source", "accepted", "rank", "top_width"),
         ("draft_logprob", "target_logprob"),
     )
-    for entry, token, position, source, accepted, *logprobs in _lists(
+    tops = list(zip(columns["draft_top_id"].tolist(), columns["draft_top_value"].tolist(), strict=True))
+    first = 0
+    for entry, token, position, source, accepted, rank, width, draft_logprob, target_logprob in _lists(
         columns, "draft", *names, optional=optional
     ):
         extra = extras.setdefault(entry, HostOutput())
         extra.drafts = extra.drafts or []
-        extra.drafts.append(DraftRecord(token, position, sources[source], bool(accepted), *logprobs))
+        extra.drafts.append(
+            DraftRecord(
+                token_id=token,
+                position=position,
+                source=sources[source],
+                accepted=bool(accepted),
+                draft_logprob=draft_logprob,
+                target_logprob=target_logprob,
+                draft_rank=rank or None,
+                draft_top=tuple(tops[first : first + width]),
+            )
+        )
+        first += width

@@ -246,6 +246,12 @@ def _add_extras(
         columns["draft_accepted"] = np.array([record.accepted for record in records])
         _add_optional(columns, "draft", "draft_logprob", [record.draft_logprob for record in records])
         _add_optional(columns, "draft", "target_logprob", [record.target_logprob for record in records])
+        columns["draft_rank"] = np.array([record.draft_rank or 0 for record in records])
+        columns["draft_top_width"] = np.array([len(record.draft_top) for record in records])
+        tops = [pair for record in records for pair in record.draft_top]
+        counts["draft_tops"] = len(tops)
+        columns["draft_top_id"] = np.array([token for token, _ in tops], np.uint32)
+        columns["draft_top_value"] = np.array([value for _, value in tops], np.float64)
 
 
 def _add_row_sets(

@@ -25,7 +25,7 @@ from draftproof.outputs import FinishReason
 from draftproof.types import LogprobKind
 
 MAGIC = b"DPRF"
-VERSION = 4
+VERSION = 5
 Columns = Mapping[str, NDArray[Any]]
 
 
@@ -90,6 +90,7 @@ class Header(NamedTuple):
     set_rows: int = 0
     set_cells: int = 0
     drafts: int = 0
+    draft_tops: int = 0  # likeliest tokens of the drafter
     embeddings: int = 0
     embedding_size: int = 0  # hidden size of the model; 0: no embeddings
     text_bytes: int = 0
@@ -97,7 +98,7 @@ class Header(NamedTuple):
 
 STATS_FIELDS = slice(5, 15)  # fields of the header that are fields of metrics.EngineStats
 # magic, checksum of all that follows, version, kind, then the header with the size after its first field
-HEADER_STRUCT = struct.Struct("<4sIHHIQQQdd10Q16I")
+HEADER_STRUCT = struct.Struct("<4sIHHIQQQdd10Q17I4x")
 CHECKSUM_START_BYTE = 8  # offset of the first byte that the checksum covers
 FRAME_KIND = 1  # the only kind so far
 
@@ -149,6 +150,10 @@ COLUMNS: tuple[tuple[str, np.dtype[Any], str], ...] = (
     ("draft_draft_logprob", F8, "drafts"),
     ("draft_has_target_logprob", U1, "drafts"),
     ("draft_target_logprob", F8, "drafts"),
+    ("draft_rank", U4, "drafts"),  # in the drafter's distribution; 0: none
+    ("draft_top_width", U4, "drafts"),
+    ("draft_top_id", U4, "draft_tops"),  # likeliest tokens of the drafter, of all drafts
+    ("draft_top_value", F8, "draft_tops"),
     ("embedding_entry", U4, "embeddings"),  # indices of the requests with an embedding, ascending
     ("embedding_value", F4, "embedding_values"),  # [embeddings, embedding_size]
     ("text", U1, "text_bytes"),  # UTF-8
@@ -364,6 +369,10 @@ def _check_drafts(header: Header, found: Columns, bounds: Bounds) -> None:
     _check_below("draft_source", found, bounds.num_sources)
     for name in ("accepted", "has_draft_logprob", "has_target_logprob"):
         _check_below(f"draft_{name}", found, 2)
+    _check_below("draft_rank", found, bounds.vocab_size + 1)
+    tops = int(found["draft_top_width"].sum(dtype=np.uint64))
+    _require(tops == header.draft_tops, f"{header.draft_tops} ids, but draft_top_width adds up to {tops}")
+    _check_below("draft_top_id", found, bounds.vocab_size)
 
 
 def _check_embeddings(header: Header, found: Columns) -> None:

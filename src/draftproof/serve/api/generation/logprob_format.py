@@ -10,6 +10,7 @@ from draftproof.serve.api.generation.response_schema import (
     ChatLogprob,
     CompletionLogprobs,
     DraftInfo,
+    DraftTopLogprob,
     PromptLogprobs,
     TokenInfo,
     TopLogprob,
@@ -139,6 +140,13 @@ class LogprobFormatter:
                 accepted=record.accepted,
                 draft_logprob=_clamped(record.draft_logprob),
                 target_logprob=_clamped(record.target_logprob),
+                draft_rank=record.draft_rank,
+                draft_top_logprobs=[
+                    DraftTopLogprob(
+                        token=self.string(token_id), token_id=token_id, logprob=max(value, MIN_LOGPROB)
+                    )
+                    for token_id, value in record.draft_top
+                ],
             )
             for record in records
         ]

@@ -84,6 +84,14 @@ class TokenInfo(ResponseStruct, kw_only=True):
     decoded_token: str
 
 
+class DraftTopLogprob(ResponseStruct, kw_only=True):
+    """One of the likeliest tokens of the drafter."""
+
+    token: str
+    token_id: int
+    logprob: float
+
+
 class DraftInfo(ResponseStruct, kw_only=True):
     """A draft token, accepted or rejected."""
 
@@ -94,6 +102,8 @@ class DraftInfo(ResponseStruct, kw_only=True):
     accepted: bool
     draft_logprob: float | None
     target_logprob: float | None
+    draft_rank: int | None
+    draft_top_logprobs: list[DraftTopLogprob]
 
 
 PromptLogprobs = list[dict[str, TokenInfo] | None]
