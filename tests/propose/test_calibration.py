@@ -219,7 +219,9 @@ def test_draft_model_that_stops_early_is_exact(monkeypatch: pytest.MonkeyPatch) 
 def test_a_head_alone_gets_the_costs_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine(**spec: Any) -> Any:
         head = {"method": "mtp", **heads.options("mtp", "llama", "float32")}
-        return tiny.engine(speculative={**head, "num_speculative_tokens": 4, **spec}, warm_up=True, max_num_seqs=2)
+        return tiny.engine(
+            speculative={**head, "num_speculative_tokens": 4, **spec}, warm_up=True, max_num_seqs=2
+        )
 
     made = engine()
     policy, drafting = made.loop.policy, made.loop.device.drafting
