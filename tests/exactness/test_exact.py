@@ -24,6 +24,7 @@ from exact_matrix import (
     KERNEL_FACTORS,
     LENGTH,
     MATRIX,
+    MXFP4_MATRIX,
     ONE_MODEL,
     OVERLAP_OPTIONS,
     TEST_METHODS,
@@ -58,6 +59,11 @@ PAIRS = [pytest.param(case, marks=pytest.mark.fast if case in QUICK else ()) for
 
 @pytest.mark.parametrize("case", PAIRS, ids=named)
 def test_every_pair_of_factors_is_exact(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", MXFP4_MATRIX, ids=named)
+def test_experts_in_mxfp4_are_exact(case):
     check(case)
 
 

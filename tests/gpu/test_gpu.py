@@ -20,24 +20,20 @@ from draftproof import SamplingParams
 from draftproof.engine.slots import Slots
 from draftproof.ops import Attention, AttentionShape, Rows, resolve
 from exact import Batch, Case, Setup
-from exact_matrix import GRAMMAR_MATRIX, MATRIX, check, named
+from exact_matrix import GRAMMAR_MATRIX, MATRIX, MXFP4_MATRIX, check, named
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-# Cases with quantised weights take turns at the formats that are made on load. Experts in 4 bits are refused.
-FORMATS, EXPERT_FORMATS = cycle(["int8", "fp8", "int4"]), cycle(["int8", "fp8"])
+FORMATS = cycle(["int8", "fp8", "int4"])  # cases with quantised weights take turns at them
 
 
 def with_format(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the case with the next format of its architecture, if its weights are quantised."""
-    if case["quantization"] == "none":
-        return case
-    formats = FORMATS if tiny.model_config(case["arch"]).moe is None else EXPERT_FORMATS
-    return {**case, "quantization": next(formats)}
+    """Return the case with the next format that is made on load, if its weights are quantised."""
+    return case if case["quantization"] == "none" else {**case, "quantization": next(FORMATS)}
 
 
-CASES = [with_format(case) for case in (*MATRIX, *GRAMMAR_MATRIX)]
+CASES = [with_format(case) for case in (*MATRIX, *GRAMMAR_MATRIX, *MXFP4_MATRIX)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)

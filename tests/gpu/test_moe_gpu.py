@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.models.weight_formats import Fp8BlockWeight, Fp8Weight, W8A8Weight, WeightTensor
+from draftproof.models.weight_formats import (
+    Fp8BlockWeight,
+    Fp8Weight,
+    Int4GroupWeight,
+    W8A8Weight,
+    WeightTensor,
+)
 from draftproof.ops import Mlp, Moe, Routing, resolve
 from draftproof.ops.torch.backend import TorchOps
+from quantized_files import int4_weight_with_zeros, mxfp4_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -26,6 +33,7 @@ SHAPES = {  # routing, hidden, inner
     "deepseek-v2-lite": (DEEPSEEK_V2_LITE, 2048, 1408),
     "deepseek-v3-small": (DEEPSEEK_V3, 1024, 256),
     "mixtral-small": (Routing(num_experts=8, top_k=2), 512, 1792),
+    "gpt-oss-small": (Routing(num_experts=32, top_k=4), 2880, 320),  # depths that are not whole pieces
 }
 MAKERS: dict[str, Callable[[Tensor], WeightTensor] | None] = {
     "bf16": None,
@@ -33,6 +41,9 @@ MAKERS: dict[str, Callable[[Tensor], WeightTensor] | None] = {
     "w8a8": W8A8Weight.quantize,
     "fp8": Fp8Weight.quantize,
     "fp8_block": Fp8BlockWeight.quantize,
+    "w4a16": Int4GroupWeight.quantize,
+    "w4a16_zeros": int4_weight_with_zeros,
+    "mxfp4": mxfp4_weight,
 }
 
 
@@ -53,7 +64,7 @@ def packed(ops: Any, name: str, columns: int, depth: int, seed: int) -> Any:
     if maker is None:
         return ops.forward.pack_linear(weight)
     made = maker(weight.float())
-    return ops.forward.pack_quantized(made.format, made.data, made.scales)
+    return ops.forward.pack_quantized(made.format, made.data, made.scales, None, made.zeros)
 
 
 def mixture(ops: Any, shape: str, name: str = "bf16", has_shared: bool = False) -> tuple[Moe, Tensor]:
@@ -96,6 +107,43 @@ def test_path_without_a_list_has_the_bits_of_the_list(ops: Any, shape: str, monk
             monkeypatch.setattr(ops.forward.mixture, "few_rows", limit)
             found.append(ops.forward.moe(x[:count], made))
         assert torch.equal(*found), count
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a16_zeros", "mxfp4"])
+def test_tiles_of_4_bit_experts_change_no_bit(ops: Any, name: str, monkeypatch: Any) -> None:
+    from draftproof.ops.triton.moe import tiles
+
+    monkeypatch.setattr(ops.forward.tiles, "measured", {})
+    made, x = mixture(ops, "gpt-oss-small" if name == "mxfp4" else "qwen3-30b-a3b", name)
+    want = ops.forward.moe(x[:600], made)
+    choices = {variant: sum(found.values(), ()) for variant, found in tiles.FOUR_BIT_TILES.items()}
+    for place in range(max(map(len, choices.values()))):
+        chosen = {key: {tiles.ANY_ROWS: found[place:] or found[:1]} for key, found in choices.items()}
+        monkeypatch.setattr(tiles, "FOUR_BIT_TILES", chosen)
+        assert torch.equal(ops.forward.moe(x[:600], made), want), place
+        assert torch.equal(ops.forward.moe(x[:3], made), want[:3]), place
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a16_zeros", "mxfp4"])
+def test_4_bit_experts_have_the_bits_of_their_bf16_weights(ops: Any, name: str) -> None:
+    """Multiply by the dequantised weights of the selected experts, one pair at a time."""
+    rule, hidden, inner = SHAPES["gpt-oss-small"]
+    maker = MAKERS[name]
+    assert maker is not None
+    weights = [
+        maker((randn(32 * n, k, seed=n) / k**0.5).float()) for n, k in ((2 * inner, hidden), (hidden, inner))
+    ]
+    router = ops.forward.pack_router(randn(32, hidden, seed=1) / 32)
+    gate_up, down = (ops.forward.pack_quantized(w.format, w.data, w.scales, None, w.zeros) for w in weights)
+    x = randn(40, hidden, seed=8)
+    found = ops.forward.expert_outputs(x, Moe(rule, router, gate_up, down))
+    wide = [weight.dequantize(torch.bfloat16).chunk(32) for weight in weights]
+    for pair in (0, 9, 41, 159):
+        expert = int(found.experts.flatten()[pair])
+        mlp = [ops.forward.pack_linear(each[expert].contiguous()) for each in wide]
+        own = ops.forward.linear_act_mul(x[pair // 4 : pair // 4 + 1], mlp[0])
+        want = ops.forward.linear(own, mlp[1], torch.float32)[0]
+        assert torch.equal(found.values[pair], want), pair
 
 
 @pytest.mark.parametrize("rows", [3, 64, 600])
@@ -145,8 +193,9 @@ def test_sum_and_norm_have_the_bits_of_separate_ops(ops: Any, rows: int) -> None
     assert all(map(torch.equal, got, want))
 
 
-def test_graph_replays_with_other_rows(ops: Any) -> None:
-    made, x = mixture(ops, "qwen3-30b-a3b")
+@pytest.mark.parametrize(("shape", "name"), [("qwen3-30b-a3b", "bf16"), ("gpt-oss-small", "mxfp4")])
+def test_graph_replays_with_other_rows(ops: Any, shape: str, name: str) -> None:
+    made, x = mixture(ops, shape, name)
     buffer = x[:24].clone()
     replay = ops.runtime.graph(lambda: ops.forward.moe(buffer, made))
     for first in (0, 24, 500, 0):

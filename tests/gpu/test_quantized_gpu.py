@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from draftproof.ops.torch.backend import TorchOps
 from draftproof.ops.triton.gemm import select
 from draftproof.ops.triton.gemm.tiles import QUANTIZED_TILES
 from exact import Batch, Case, Setup
+from quantized_files import int4_weight_with_zeros, mxfp4_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -29,20 +31,14 @@ SHAPES = ((6144, 4096), (512, 14336), (960, 576))  # (N, K)
 HEADS = AttentionShape(num_q=4, num_kv=2, dim=64, scale=0.125, window=0)
 
 
-def with_zeros(matrix: Tensor) -> Int4GroupWeight:
-    """Return a 4-bit weight with zero points and fp16 scales, as AWQ has."""
-    made = Int4GroupWeight.quantize(matrix)
-    assert made.scales is not None
-    zeros = torch.arange(made.scales.numel(), device=matrix.device).view_as(made.scales) % 16
-    return Int4GroupWeight.create(made.integers(), made.scales.half(), zeros)
-
-
 MAKERS: dict[str, Callable[[Tensor], WeightTensor]] = {
     "w8a8": W8A8Weight.quantize,
     "fp8": Fp8Weight.quantize,
     "fp8_block": Fp8BlockWeight.quantize,
     "w4a16": Int4GroupWeight.quantize,
-    "w4a16_zeros": with_zeros,
+    "w4a16_zeros": int4_weight_with_zeros,
+    "w4a16_32": partial(Int4GroupWeight.quantize, group=32),
+    "mxfp4": mxfp4_weight,
 }
 
 
@@ -105,7 +101,7 @@ def test_linear_is_close_to_torch_and_w8a8_has_its_bits(ops: Any, name: str, sha
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a16_zeros"])
+@pytest.mark.parametrize("name", ["w4a16", "w4a16_zeros", "w4a16_32", "mxfp4"])
 def test_4_bit_weight_has_the_bits_of_the_bf16_gemm(ops: Any, name: str) -> None:
     for shape in SHAPES:
         weight = MAKERS[name](randn(*shape, seed=1, dtype=torch.float32) / 16)

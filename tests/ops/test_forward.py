@@ -86,7 +86,7 @@ INTEGERS = (
     ("blocks", -32, 31, 16, False),
     ("blocks", 0, 31, 16, True),
 )
-QUANTIZED = (*INTEGERS, ("fp8",), ("fp8_block",), ("w4a16", 32, False), ("w4a16", 0, True))
+QUANTIZED = (*INTEGERS, ("fp8",), ("fp8_block",), ("w4a16", 32, False), ("w4a16", 0, True), ("mxfp4",))
 EXACT_SUMS = {"w8a8": "cpu torch triton", "fp8": "torch", "fp8_block": "torch"}  # backends with equal bits
 QUANTIZED_SHAPES = ((53, 96), (1, 32), (130, 160))
 every_format = pytest.mark.parametrize("form", QUANTIZED, ids=lambda form: "-".join(map(str, form)))
@@ -100,6 +100,9 @@ def quantized(form: tuple[Any, ...], shape: tuple[int, int], bias: bool) -> dict
         kind = Fp8Weight if name == "fp8" else Fp8BlockWeight
         weight: WeightTensor = kind.quantize(torch.randn(shape, generator=random) / 16)
         data, scales = weight.data, weight.scales
+    elif name == "mxfp4":
+        data = torch.randint(0, 256, (shape[0], shape[1] // 2), generator=random, dtype=torch.uint8)
+        scales = torch.randint(115, 123, (shape[0], shape[1] // 32), generator=random, dtype=torch.uint8)
     elif name == "w4a16":
         group = form[1] or shape[1]
         scales = torch.rand((shape[0], shape[1] // group), generator=random).to(torch.bfloat16) / 64

@@ -13,6 +13,7 @@ from draftproof.ops import ExpertPart, Mlp, Moe, Ops, Routing, resolve
 from draftproof.ops.contract.types import ExpertOutputs
 from draftproof.ops.reference import moe as reference_moe
 from draftproof.ops.torch import moe as torch_moe
+from quantized_files import mxfp4_weight
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, SHARED, EXPERTS = 64, 48, 80, 8
@@ -98,12 +99,12 @@ def test_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, backend: str) 
     assert ops.forward.moe(x[:0], moe).shape == (0, HIDDEN)
 
 
-@pytest.mark.parametrize("weight_format", ("w8a8", "blocks", "fp8", "w4a16"))
+@pytest.mark.parametrize("weight_format", ("w8a8", "blocks", "fp8", "w4a16", "mxfp4"))
 def test_experts_in_quantised_formats_equal_the_reference_row_by_row(weight_format: str) -> None:
     """Every weight format of the CPU multiplies experts; one row and sixty have the same bits."""
     reference, ops = resolve("reference", CPU), resolve("cpu", CPU)
     x, routing = rows(60, torch.float32), Routing(EXPERTS, 2)
-    quantize = QUANTIZERS[weight_format]
+    quantize = {**QUANTIZERS, "mxfp4": mxfp4_weight}[weight_format]
 
     def packed(target: Ops) -> Moe:
         def experts(shape: tuple[int, int], seed: int) -> Any:

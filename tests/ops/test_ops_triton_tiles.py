@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources
+
 from draftproof.errors import ConfigError
 from draftproof.ops.triton import compile_ahead
 from draftproof.ops.triton.attention import splitkv
@@ -168,13 +170,15 @@ def test_fastest_tile_is_stored_and_selected() -> None:
     assert tuner.tune(lambda *_: compiled.append(0), lambda *_: None) == {} and compiled == [6]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_default_stays_if_candidates_are_hardly_faster_or_fail(fails: bool) -> None:
+@pytest.mark.parametrize(
+    "failure", [None, RuntimeError("no such binary"), OutOfResources(232448, 101376, "shared memory")]
+)
+def test_default_stays_if_candidates_are_hardly_faster_or_fail(failure: Exception | None) -> None:
     default = default_tile("dense", 16, 2048, "bf16")
 
     def cost(tile: Any) -> float:
-        if fails and tile != default:
-            raise RuntimeError("out of resource: shared memory")
+        if failure is not None and tile != default:
+            raise failure
         return 1.0 if tile == default else 0.98
 
     tuner, table, _ = tuner_of(cost)

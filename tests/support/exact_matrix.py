@@ -48,6 +48,10 @@ FACTORS = {
 }
 # An option changes logits rows, which every architecture computes alike.
 MATRIX = pairwise(FACTORS, unrelated=[("option", "arch")])
+# The cases of gpt-oss once more, with experts in mxfp4.
+MXFP4_MATRIX = [
+    {**case, "arch": "gpt_oss_mxfp4", "quantization": "none"} for case in MATRIX if case["arch"] == "gpt_oss"
+]
 # Factors of the kernels that threads share.
 KERNEL_FACTORS = ("arch", "batch", "chunk", "dtype", "quantization", "kv_cache_dtype")
 DEVICE_TEST_METHODS = [f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky")]

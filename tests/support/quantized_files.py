@@ -16,6 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftproof.models.weights.low_bit import (
+    MXFP4_BIAS,
+    MXFP4_GROUP,
+    MXFP4_VALUES,
+    Int4GroupWeight,
+    Mxfp4Weight,
+)
+
 GROUP = 32
 HIDDEN, INNER, VOCAB, LAYERS = 64, 128, 97, 2
 CONFIG: dict[str, Any] = {
@@ -138,6 +146,25 @@ def fp8_block(shape: tuple[int, int], name: str = "weight_scale_inv") -> Packed:
 
 def fp8_block_scale(shape: tuple[int, int]) -> Packed:
     return fp8_block(shape, "weight_scale")
+
+
+def mxfp4_weight(matrix: Tensor) -> Mxfp4Weight:
+    """Round a matrix [N, K] to mxfp4; the largest magnitude of a group becomes one of 4 to 6."""
+    groups = matrix.float().view(len(matrix), -1, MXFP4_GROUP)
+    exponents = groups.abs().amax(2).clamp(min=2.0**-60).log2().floor() - 2  # [N, K / 32]
+    scaled = (groups * torch.exp2(-exponents)[..., None]).flatten(1)
+    values = torch.tensor(MXFP4_VALUES, device=matrix.device)
+    codes = (scaled.abs()[..., None] - values).abs().argmin(-1) + 8 * (scaled < 0)
+    pairs = codes.to(torch.uint8).view(len(matrix), -1, 2)
+    return Mxfp4Weight.create(pairs[..., 0] | pairs[..., 1] << 4, (exponents + MXFP4_BIAS).to(torch.uint8))
+
+
+def int4_weight_with_zeros(matrix: Tensor) -> Int4GroupWeight:
+    """Return a 4-bit weight with zero points and fp16 scales, as AWQ has."""
+    made = Int4GroupWeight.quantize(matrix)
+    assert made.scales is not None
+    zeros = torch.arange(made.scales.numel(), device=matrix.device).view_as(made.scales) % 16
+    return Int4GroupWeight.create(made.integers(), made.scales.half(), zeros)
 
 
 def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:

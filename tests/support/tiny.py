@@ -17,6 +17,7 @@ from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import Request, StepOutput
+from quantized_files import mxfp4_weight
 
 VOCAB = 97
 _BASE: dict[str, Any] = {
@@ -165,8 +166,11 @@ ARCHITECTURES["deepseek_v3"] = {
 }
 
 
+MXFP4 = {"gpt_oss_mxfp4": ARCHITECTURES["gpt_oss"]}  # with experts in mxfp4
+
+
 def model_config(name: str) -> ModelConfig:
-    return ModelConfig(**{**_BASE, **ARCHITECTURES[name]})
+    return ModelConfig(**{**_BASE, **{**ARCHITECTURES, **MXFP4}[name]})
 
 
 @cache
@@ -176,6 +180,8 @@ def _weights(name: str, dtype: str) -> Checkpoint:
     for key, tensor in made.tensors.items():
         if tensor.dim() == 2:
             tensor *= 16 if "embed" in key or "lm_head" in key else 8  # powers of two: exact in bf16
+            if name in MXFP4 and ".experts." in key:
+                made.weights[key] = mxfp4_weight(tensor)
     return made
 
 

@@ -42,11 +42,13 @@ from draftproof.ops.triton.attention import splitkv as attention_kernels
 from draftproof.ops.triton.attention.tiles import TileConfig
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.tiles import Tile
+from draftproof.ops.triton.gemm.weight import FOUR_BITS
 from draftproof.ops.triton.quantized import gemm as quantized
 from draftproof.ops.triton.quantized.rows import QuantizedRows, prepare_rows
 from draftproof.ops.triton.sampling import topk, topk_topp
 from draftproof.train.model import loss
 from opcheck import Paged, assert_close, bits
+from quantized_files import MXFP4_GROUP, mxfp4_weight
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -180,6 +182,8 @@ def quantized_weights(columns: int, depth: int) -> Iterable[WeightTensor]:
     assert groups.scales is not None
     zeros = torch.arange(groups.scales.numel()).view_as(groups.scales) % 16
     yield Int4GroupWeight.create(groups.integers(), groups.scales.float(), zeros)
+    if depth % MXFP4_GROUP == 0:
+        yield mxfp4_weight(matrix)
 
 
 def pack_stored(ops: Any, weight: WeightTensor, bias: Tensor | None) -> Any:
@@ -198,7 +202,7 @@ def quantized_linear_has_the_bits_of_the_reference() -> None:
                     x = randn(rows, depth, seed=rows, dtype=dtype)
                     x[1:2] = 0
                     got, defined = ops.forward.linear(x, packed), ref.forward.linear(x, want)
-                    if weight.format == "w4a16":  # summed in pieces
+                    if weight.format in FOUR_BITS:  # summed in pieces
                         assert_close(got, defined, dtype)
                     else:
                         assert torch.equal(got, defined), weight.format

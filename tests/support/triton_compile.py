@@ -37,7 +37,7 @@ from draftproof.ops.contract.kv_layout import KV_FORMATS
 from draftproof.ops.contract.types import ACTIVATIONS
 from draftproof.ops.triton import kernel_utils
 from draftproof.ops.triton.backend import TritonOps
-from draftproof.ops.triton.gemm.weight import PackedLinear
+from draftproof.ops.triton.gemm.weight import FOUR_BITS, PackedLinear
 from draftproof.ops.triton.graphs import TritonRuntime
 from draftproof.types import TOKENS, Choice, DeviceBatch, Draft, Outcome, Windows
 from no_gpu import Chip
@@ -236,6 +236,7 @@ def quantized(ops: TritonOps, rows: int, columns: int, depth: int) -> None:
         ("fp8_block", integers.view(torch.float8_e4m3fn), torch.empty(blocks), None),
         ("w4a16", nibbles, torch.empty(groups, dtype=torch.bfloat16), None),
         ("w4a16", nibbles, torch.empty(groups, dtype=torch.float16), zeros),
+        ("mxfp4", nibbles, torch.empty((columns, depth // 32), dtype=torch.uint8), None),
     ):
         packed = ops.forward.pack_quantized(name, data, scales, None, points)
         ops.forward.linear(x, packed)
@@ -280,11 +281,18 @@ def experts(ops: TritonOps, rows: int, rule: Routing, hidden: int, inner: int) -
     def weights(name: str, columns: int, depth: int) -> PackedLinear:
         if name == "bf16":
             return ops.forward.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
+        if name in FOUR_BITS:
+            data, group = (
+                torch.empty((columns, depth // 2), dtype=torch.uint8),
+                32 if name == "mxfp4" else 128,
+            )
+            dtype = torch.uint8 if name == "mxfp4" else torch.bfloat16
+            return ops.forward.pack_quantized(name, data, torch.empty((columns, depth // group), dtype=dtype))
         integers = torch.empty((columns, depth), dtype=torch.int8)
         data = integers if name == "w8a8" else integers.view(torch.float8_e4m3fn)
         return ops.forward.pack_quantized(name, data, torch.empty(columns))
 
-    for name in ("bf16", "w8a8", "fp8"):
+    for name in ("bf16", "w8a8", *(["fp8"] if CAPABILITY >= 89 else []), *FOUR_BITS):
         gate_up, down = weights(name, count * 2 * inner, hidden), weights(name, count * hidden, inner)
         ops.forward.moe(x, Moe(rule, router, gate_up, down))
         ops.forward.moe_add_rms_norm(x, Moe(rule, router, gate_up, down), x, x[0], 1e-6)

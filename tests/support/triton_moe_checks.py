@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,13 +15,21 @@ from torch import Tensor
 
 import triton_checks  # first: it enables the interpreter before the kernels are imported
 from draftproof.errors import ConfigError
-from draftproof.models.weight_formats import Fp8BlockWeight, Fp8Weight, W8A8Weight
+from draftproof.models.weight_formats import (
+    Fp8BlockWeight,
+    Fp8Weight,
+    Int4GroupWeight,
+    W8A8Weight,
+    WeightTensor,
+)
 from draftproof.ops import ExpertPart, Mlp, Moe, Ops, Routing
 from draftproof.ops.reference import moe as definition
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.moe import forward, routing, tiles
 from draftproof.ops.triton.moe.tuning import assignment_of
+from exact import Batch, Case, Setup
 from opcheck import assert_close, bits
+from quantized_files import int4_weight_with_zeros, mxfp4_weight
 
 ops, ref, randn, check = triton_checks.ops, triton_checks.ref, triton_checks.randn, triton_checks.check
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -34,6 +43,15 @@ ROUTINGS = {
         scale=2.5,
     ),
 }  # fmt: skip
+
+
+# Name -> weight of a matrix [N, K] in a 4-bit format.
+FOUR_BITS: dict[str, Callable[[Tensor], WeightTensor]] = {
+    "w4a16": Int4GroupWeight.quantize,
+    "w4a16 in groups of 32": partial(Int4GroupWeight.quantize, group=32),
+    "w4a16 with zero points": int4_weight_with_zeros,
+    "mxfp4": mxfp4_weight,
+}
 
 
 @dataclass(frozen=True)
@@ -53,21 +71,19 @@ class Weights:
         def matrix(columns: int, depth: int, seed: int) -> Tensor:
             return (randn(columns, depth, seed=seed) / depth**0.5).to(self.dtype)
 
-        def packed(stacked: Tensor) -> Any:
-            if quantize is not None:
-                made = quantize(stacked.float())
-                return forward.pack_quantized(made.format, made.data, made.scales)
-            bias = randn(len(stacked), seed=9, dtype=self.dtype) if self.has_bias else None
-            return forward.pack_linear(stacked, bias)
+        def packed(stacked: Tensor, bias: Tensor | None = None) -> Any:
+            if quantize is None:
+                return forward.pack_linear(stacked, bias)
+            made = quantize(stacked.float())
+            return forward.pack_quantized(made.format, made.data, made.scales, bias, made.zeros)
 
         def experts(columns: int, depth: int, seed: int) -> Any:
             parts = [matrix(columns, depth, seed + i) for i in range(count)]
+            bias = randn(count * columns, seed=9, dtype=self.dtype) if self.has_bias else None
             if forward.stacks_experts:
-                return packed(torch.cat(parts))
-            if quantize is None and self.has_bias:
-                bias = randn(count * columns, seed=9, dtype=self.dtype).chunk(count)
-                return tuple(forward.pack_linear(w, b) for w, b in zip(parts, bias, strict=True))
-            return tuple(packed(part) for part in parts)
+                return packed(torch.cat(parts), bias)
+            biases = [None] * count if bias is None else bias.chunk(count)
+            return tuple(map(packed, parts, biases))
 
         router, ties = 4 * matrix(count, hidden, 1), count // 2
         router[ties] = router[0]  # equal logits in every row
@@ -200,8 +216,8 @@ def sum_and_norm_have_the_bits_of_separate_ops() -> None:
 @check
 def quantised_experts_equal_reference() -> None:
     rule = ROUTINGS["mixtral"]
-    for quantize in (W8A8Weight.quantize, Fp8Weight.quantize, Fp8BlockWeight.quantize):
-        weights = Weights(rule, BF16, depth=(128, 128))
+    for quantize in (W8A8Weight.quantize, Fp8Weight.quantize, Fp8BlockWeight.quantize, *FOUR_BITS.values()):
+        weights = Weights(rule, BF16, depth=(128, 64 if quantize in FOUR_BITS.values() else 128))
         made, x = weights(ops, quantize), sample_rows(2, BF16, 128)
         got = few(x, made)
         assert_close(got, ref.forward.moe(x, weights(ref, quantize)), BF16)
@@ -209,10 +225,42 @@ def quantised_experts_equal_reference() -> None:
 
 
 @check
+def row_of_4_bit_experts_has_the_same_bits_in_every_batch() -> None:
+    """Multiply more pairs of an expert than a tile has rows, by weights that are not whole pieces."""
+    rule, x = Routing(num_experts=2, top_k=2), sample_rows(70, BF16, 96)
+    for name, quantize in FOUR_BITS.items():
+        made = Weights(rule, BF16, depth=(96, 32))(ops, quantize)
+        whole = with_list(x, made)
+        assert bits(few(x[69:], made)) == bits(whole[69:]), name
+        assert bits(with_list(x[3:6], made)) == bits(whole[3:6]), name
+
+
+@check
+def biases_and_clamped_swiglu_of_mxfp4_experts_equal_reference() -> None:
+    """Multiply as gpt-oss does, in both dtypes."""
+    for dtype in (BF16, FP32):
+        weights = Weights(Routing(num_experts=3, top_k=2), dtype, has_bias=True, depth=(64, 32))
+        x = sample_rows(3, dtype, 64)
+        made, theirs = (replace(weights(o, mxfp4_weight), activation="swiglu_oai") for o in (ops, ref))
+        assert_close(few(x, made), ref.forward.moe(x, theirs), dtype)
+
+
+@check
+def speculation_with_4_bit_experts_is_exact() -> None:
+    """Serve a request with drafts, some of them wrong, and compare it with the request without."""
+    cases = [Case(0, option="max_tokens", length=6, prompt=False)]
+    spec = {"method": "proposers:Flaky", "num_speculative_tokens": 2, "adaptive": False}
+    for arch, quantization in (("gpt_oss_mxfp4", "none"), ("gpt_oss", "int4")):
+        batch = Batch(cases, Setup(arch, "bfloat16", "triton", quantization=quantization), spec)
+        assert batch.differences() == [], arch
+        assert sum(step.num_draft for step in batch.records["0"].steps) > 1
+
+
+@check
 def experts_of_other_formats_are_refused() -> None:
     made, x = Weights(ROUTINGS["mixtral"], FP32)(ops), sample_rows(2, FP32)
-    packed = PackedLinear(made.down.weight, None, made.down.kind, "w4a16")
-    with pytest.raises(ConfigError, match=r"w4a16 are not supported: bf16, fp32, w8a8"):
+    packed = PackedLinear(made.down.weight, None, made.down.kind, "int3")
+    with pytest.raises(ConfigError, match=r"int3 are not supported: bf16, fp32, w8a8, fp8, w4a16"):
         ops.forward.moe(x, replace(made, down=packed))
     with pytest.raises(ConfigError, match="do not fit"):
         ops.forward.moe(x[:, :24].contiguous(), made)

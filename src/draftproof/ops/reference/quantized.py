@@ -15,6 +15,9 @@ E4M3_MAX = 448.0
 FP8_CHUNK = 128  # elements of K whose products are summed before they are added to the total
 INT4_ZERO = 8.0  # zero point of a symmetric 4-bit weight
 ACTIVATION_BLOCK = 32  # elements of a row that share a scale beside weights in blocks
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of mxfp4; the highest of its 4 bits is the sign
+MXFP4_GROUP = 32  # elements of K that share an exponent
+MXFP4_BIAS = 127  # subtracted from a stored exponent
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class QuantizedLinear:
     """Quantised weight in its stored form."""
 
     format: str  # a key of `ROW_PRODUCTS`
-    data: Tensor  # [N, K] integers or e4m3; [N, K / 2] bytes of two 4-bit integers
+    data: Tensor  # [N, K] integers or e4m3; [N, K / 2] bytes of two 4-bit integers or e2m1 codes
     scales: Tensor  # by format; see the weight formats of `models`
     bias: Tensor | None  # [N] fp32
     zeros: Tensor | None = None  # [N, K / group], of 4-bit integers
@@ -153,10 +156,28 @@ def w4a16_row(row: Tensor, packed: QuantizedLinear) -> Tensor:
     return found if packed.bias is None else found + packed.bias
 
 
+def mxfp4_row(row: Tensor, packed: QuantizedLinear) -> Tensor:
+    """Return the outputs [N] of one row [K] in fp32: e2m1 weights with an exponent per 32 elements of K.
+
+    A weight is its e2m1 value times 2 ** (exponent - 127), which bf16 holds exactly. The sum is that of
+    `linear` with such a weight.
+    """
+    outputs = []
+    for line, exponents in zip(packed.data.tolist(), packed.scales.tolist(), strict=True):
+        weight = []
+        for k, code in enumerate(code for byte in line for code in (byte & 15, byte >> 4)):
+            magnitude = E2M1_VALUES[code & 7] * 2.0 ** (exponents[k // MXFP4_GROUP] - MXFP4_BIAS)
+            weight.append(-magnitude if code & 8 else magnitude)
+        outputs.append((row.double() * torch.tensor(weight, dtype=torch.float64)).sum().float())
+    found = torch.stack(outputs)
+    return found if packed.bias is None else found + packed.bias
+
+
 ROW_PRODUCTS: dict[str, Callable[[Tensor, QuantizedLinear], Tensor]] = {
     "w8a8": w8a8_row,
     "blocks": blocks_row,
     "fp8": fp8_row,
     "fp8_block": fp8_block_row,
     "w4a16": w4a16_row,
+    "mxfp4": mxfp4_row,
 }

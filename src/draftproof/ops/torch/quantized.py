@@ -9,10 +9,13 @@ from torch import Tensor
 
 from draftproof.ops.reference.quantized import (
     ACTIVATION_BLOCK,
+    E2M1_VALUES,
     E4M3_MAX,
     FP8_CHUNK,
     INT4_ZERO,
     INT8_MAX,
+    MXFP4_BIAS,
+    MXFP4_GROUP,
     QuantizedLinear,
 )
 
@@ -89,15 +92,32 @@ def chunk_sums(values: Tensor, weight: Tensor, start: int) -> Tensor:
 
 
 def w4a16(x: Tensor, packed: QuantizedLinear) -> Tensor:
-    """Return x [R, K] times weights of 4 bits, dequantised to bf16, in fp32 [R, N]; one row at a time."""
+    """Return x [R, K] times 4-bit integers, dequantised to bf16, in fp32 [R, N]."""
     group = x.shape[1] // packed.scales.shape[1]
-    integers = torch.stack([packed.data & 15, packed.data >> 4], 2).flatten(1).float()  # [N, K]
+    integers = codes_of(packed.data).float()
     zeros = INT4_ZERO if packed.zeros is None else packed.zeros.float().repeat_interleave(group, 1)
     weight = ((integers - zeros) * packed.scales.float().repeat_interleave(group, 1)).to(torch.bfloat16)
-    wide = weight.double()
+    return sums_by_row(x, weight.double(), packed.bias)
+
+
+def mxfp4(x: Tensor, packed: QuantizedLinear) -> Tensor:
+    """Return x [R, K] times e2m1 weights with an exponent per 32 elements of K, in fp32 [R, N]."""
+    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float64, device=x.device)
+    factors = torch.exp2(packed.scales.double() - MXFP4_BIAS)  # [N, K / 32]
+    weight = values[codes_of(packed.data).long()] * factors.repeat_interleave(MXFP4_GROUP, 1)
+    return sums_by_row(x, weight, packed.bias)
+
+
+def codes_of(data: Tensor) -> Tensor:
+    """Return the 4-bit codes [N, K] uint8 of bytes [N, K / 2]."""
+    return torch.stack([data & 15, data >> 4], 2).flatten(1)
+
+
+def sums_by_row(x: Tensor, wide: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x [R, K] times a weight [N, K] in double, plus the bias, in fp32 [R, N]; one row at a time."""
     rows = [(row.double() * wide).sum(1) for row in x]
     found = torch.stack(rows).float() if rows else x.new_zeros((0, len(wide)), dtype=torch.float32)
-    return found if packed.bias is None else found + packed.bias
+    return found if bias is None else found + bias
 
 
 PRODUCTS: dict[str, Callable[[Tensor, QuantizedLinear], Tensor]] = {
@@ -106,4 +126,5 @@ PRODUCTS: dict[str, Callable[[Tensor, QuantizedLinear], Tensor]] = {
     "fp8": fp8,
     "fp8_block": fp8_block,
     "w4a16": w4a16,
+    "mxfp4": mxfp4,
 }

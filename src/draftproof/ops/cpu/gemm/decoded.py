@@ -1,9 +1,9 @@
 """Linear layers with e4m3 or 4-bit weights, decoded block by block to fp32 for the FMA loop.
 
-Weights are packed as panels [N / 64, K, 64] of bytes, two 4-bit integers in a byte. A block of 128 steps of K
-is decoded to the scratch of a thread, then multiplied by up to 128 rows. Blocks are added by ascending K, as
-in `fma`: a 4-bit weight has the bits of its dequantised form there. Rows beside e4m3 weights are rounded to
-e4m3 with a scale of their own, or one per 128 columns.
+Weights are packed as panels [N / 64, K, 64] of bytes, two 4-bit codes in a byte: integers of `w4a16`, e2m1 of
+`mxfp4`. A block of 128 steps of K is decoded to the scratch of a thread, then multiplied by up to 128 rows.
+Blocks are added by ascending K, as in `fma`: a 4-bit weight has the bits of its dequantised form there. Rows
+beside e4m3 weights are rounded to e4m3 with a scale of their own, or one per 128 columns.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ SMALLEST_NORMAL = np.float32(2.0**-6)  # of e4m3
 STEP = np.float32(0.125)  # distance of neighbours, as share of their power of two
 TO_FP32 = np.float32(2.0**120)  # e4m3 bits in the place of fp32 bits, times this, are their value
 INT4_ZERO = 8.0  # zero point of a symmetric 4-bit weight
+MXFP4_GROUP = 32  # steps of K that share an exponent
+SMALLEST_FACTOR = np.float32(2.0**-127)  # of mxfp4: of the stored exponent 0, whose bits would be those of 0
+FOUR_BITS = ("w4a16", "mxfp4")  # formats whose rows stay floats
+_HALF, _TWO, _EIGHT = np.float32(0.5), np.float32(2.0), np.float32(8.0)
 ROWS_PER_PASS = 4
 _ZERO = np.float32(0.0)
 
@@ -40,10 +44,10 @@ def pack_panels(data: Tensor) -> Tensor:
 
 
 def pack_by_group(values: Tensor) -> Tensor:
-    """Pack values [N, groups] to [ceil(N / 64), groups, 64] fp32, zero-padded."""
+    """Pack values [N, groups] to [ceil(N / 64), groups, 64], zero-padded."""
     columns, groups = values.shape
     panels = -(-columns // COLUMNS)
-    padded = torch.zeros(panels * COLUMNS, groups)
+    padded = torch.zeros(panels * COLUMNS, groups, dtype=values.dtype)
     padded[:columns] = values
     return padded.view(panels, COLUMNS, groups).transpose(1, 2).contiguous()
 
@@ -72,7 +76,7 @@ def largest_magnitude(x: int, count: int, bf16: bool) -> float:
 @cache
 def quantize_rows(name: str, bf16: bool) -> Kernel:
     """Return the kernel that prepares rows for a format: e4m3 numbers and scales, or fp32 numbers."""
-    size, by_block, rounds = 2 if bf16 else 4, name == "fp8_block", name != "w4a16"
+    size, by_block, rounds = 2 if bf16 else 4, name == "fp8_block", name not in FOUR_BITS
 
     @kernel
     def prepare_rows(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -121,11 +125,30 @@ def decode_int4(weight: int, scales: int, zeros: int, to: int, first: int, steps
                 v.store(to + 4 * ((step + half) * COLUMNS + i), v.round_bf16(value))
 
 
+@device
+def decode_mxfp4(weight: int, exponents: int, to: int, first: int, steps: int) -> None:
+    """Decode bytes [steps / 2, 64] of steps first.. of K: e2m1 times a power of two, exact in fp32."""
+    for step in range(0, steps, 2):
+        for i in range(0, COLUMNS, 16):
+            byte = v.iload_bytes(weight + step // 2 * COLUMNS + i)
+            exponent = v.iload_bytes(exponents + (first + step) // MXFP4_GROUP * COLUMNS + i)
+            factor = v.maximum(v.as_float(v.ishl(exponent, v.isplat(23))), v.splat(SMALLEST_FACTOR))
+            for half in range(2):
+                code = v.iand(byte, v.isplat(15)) if half == 0 else v.ishr(byte, v.isplat(4))
+                # The values 0, 0.5, 1, 1.5, 2, 3, 4, 6 of c = 0..7 are the largest of c / 2, c - 2, 2 c - 8.
+                c = v.to_float(v.iand(code, v.isplat(7)))
+                large = v.maximum(v.sub(c, v.splat(_TWO)), v.sub(v.mul(c, v.splat(_TWO)), v.splat(_EIGHT)))
+                magnitude = v.mul(v.maximum(v.mul(c, v.splat(_HALF)), large), factor)
+                sign = v.ishl(v.iand(code, v.isplat(8)), v.isplat(28))
+                value = v.as_float(v.ior(v.as_int(magnitude), sign))
+                v.store(to + 4 * ((step + half) * COLUMNS + i), value)
+
+
 @cache
 def make_linear(name: str, out_bf16: bool) -> Kernel:
     """Return the kernel of a format and an output dtype."""
-    is_int4, by_block = name == "w4a16", name == "fp8_block"
-    block_bytes = DEPTH_BLOCK * COLUMNS // (2 if is_int4 else 1)
+    is_mxfp4, is_4bit, by_block = name == "mxfp4", name in FOUR_BITS, name == "fp8_block"
+    block_bytes, scale_bytes = DEPTH_BLOCK * COLUMNS // (2 if is_4bit else 1), 1 if is_mxfp4 else 4
 
     @kernel
     def linear_decoded(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -143,15 +166,17 @@ def make_linear(name: str, out_bf16: bool) -> Kernel:
         begin, end = share(panels * chunks, thread, threads)
         for unit in range(begin, end):
             panel, first, last = unit_rows(unit, chunks, rows)
-            own_scales = scales + 4 * panel * groups * COLUMNS
+            own_scales = scales + scale_bytes * panel * groups * COLUMNS
             own_zeros = zeros + 4 * panel * groups * COLUMNS
-            w = weight + panel * (depth * COLUMNS // 2 if is_int4 else depth * COLUMNS)
+            w = weight + panel * (depth * COLUMNS // 2 if is_4bit else depth * COLUMNS)
             for i in range(0, (last - first) * COLUMNS, 16):
                 v.store(total + 4 * i, v.splat(_ZERO))
             for block in range(blocks):
                 k = block * DEPTH_BLOCK
                 length = min(DEPTH_BLOCK, depth - k)
-                if is_int4:
+                if is_mxfp4:
+                    decode_mxfp4(w + block * block_bytes, own_scales, decoded, k, length)
+                elif is_4bit:
                     decode_int4(w + block * block_bytes, own_scales, own_zeros, decoded, k, length, group)
                 else:
                     decode_e4m3(w + block * block_bytes, decoded, length)
@@ -171,7 +196,7 @@ def make_linear(name: str, out_bf16: bool) -> Kernel:
                             v.store(to + 4 * j, v.add(v.load(to + 4 * j), y))
             for row in range(first, last):
                 line, column = total + 4 * (row - first) * COLUMNS, panel * COLUMNS
-                if not is_int4 and not by_block:
+                if not is_4bit and not by_block:
                     scale = v.splat(load_f32(row_scales + 4 * row))
                     for j in range(0, COLUMNS, 16):
                         y = v.mul(v.load(line + 4 * j), v.load(own_scales + 4 * j))
@@ -183,7 +208,7 @@ def make_linear(name: str, out_bf16: bool) -> Kernel:
 
 def _pack_fp8(data: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedWeight:
     """Pack e4m3 [N, K] with scales [N]."""
-    factors, depth = pack_by_group(scales[:, None]), data.shape[1]
+    factors, depth = pack_by_group(scales.float()[:, None]), data.shape[1]
     return PackedWeight(pack_panels(data), depth, (factors, factors, depth))
 
 
@@ -191,16 +216,23 @@ def _pack_fp8_block(data: Tensor, scales: Tensor, zeros: Tensor | None) -> Packe
     """Pack e4m3 [N, K] with scales [N or ceil(N / 128), ceil(K / 128)]."""
     if len(scales) != len(data):
         scales = scales.repeat_interleave(DEPTH_BLOCK, 0)[: len(data)]
-    factors = pack_by_group(scales)
+    factors = pack_by_group(scales.float())
     return PackedWeight(pack_panels(data), data.shape[1], (factors, factors, DEPTH_BLOCK))
 
 
 def _pack_int4(data: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedWeight:
     """Pack 4-bit integers [N, K / 2] with scales and zero points [N, K / group]."""
     depth = 2 * data.shape[1]
+    scales = scales.float()
     points = torch.full_like(scales, INT4_ZERO) if zeros is None else zeros.float()
     extra = pack_by_group(scales), pack_by_group(points), depth // scales.shape[1]
     return PackedWeight(pack_panels(data), depth, extra)
+
+
+def _pack_mxfp4(data: Tensor, scales: Tensor, zeros: Tensor | None) -> PackedWeight:
+    """Pack e2m1 codes [N, K / 2] with exponents [N, K / 32]; both stay bytes."""
+    exponents = pack_by_group(scales)
+    return PackedWeight(pack_panels(data), 2 * data.shape[1], (exponents, exponents, MXFP4_GROUP))
 
 
 Pack = Callable[[Tensor, Tensor, Tensor | None], PackedWeight]
@@ -208,7 +240,7 @@ Pack = Callable[[Tensor, Tensor, Tensor | None], PackedWeight]
 
 def _format(name: str, pack: Pack) -> QuantizedFormat:
     return QuantizedFormat(
-        pack=lambda data, scales, zeros: pack(data, scales.float(), zeros),
+        pack=pack,
         quantize_rows=lambda packed, dtype: quantize_rows(name, dtype == torch.bfloat16),
         row_bytes=lambda packed: 4 * packed.depth,
         row_floats=lambda packed: -(-packed.depth // DEPTH_BLOCK) if name == "fp8_block" else 1,
@@ -220,4 +252,5 @@ FORMATS = {
     "fp8": _format("fp8", _pack_fp8),
     "fp8_block": _format("fp8_block", _pack_fp8_block),
     "w4a16": _format("w4a16", _pack_int4),
+    "mxfp4": _format("mxfp4", _pack_mxfp4),
 }

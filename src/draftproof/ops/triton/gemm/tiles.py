@@ -27,7 +27,9 @@ class Tile(NamedTuple):
 Variant = Literal["dense", "fused", "experts", "experts_gate_up"]
 ANY_ROWS = 1 << 30
 UNLIMITED_SHARED_BYTES = 1 << 30
-ELEMENT_BYTES = {"bf16": (2, 2), "fp32": (4, 4), "w4a16": (2, 1)}  # of x and of the weight; others: 1
+# Bytes of an element of x and of the weight; other formats: 1.
+ELEMENT_BYTES = {"bf16": (2, 2), "fp32": (4, 4), "w4a16": (2, 1), "mxfp4": (2, 1)}
+MXFP4_DEPTH = 128  # of a step of mxfp4
 ROW_BUCKETS = (16, 32, 64, 128, 256, 512, ANY_ROWS)  # maximum rows of each bucket
 ONE_ROW_KINDS = frozenset({"w8a8"})  # formats with tiles of one row, which do without the tensor core
 ONE_ROW_DEPTH = 16  # bytes that divide the depth of their weights: one load of a thread
@@ -111,6 +113,10 @@ QUANTIZED_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     },
 }  # fmt: skip
 QUANTIZED_TILES["fp8_block"] = QUANTIZED_TILES["fp8"]
+QUANTIZED_TILES["mxfp4"] = {
+    rows: tuple(tile._replace(bk=MXFP4_DEPTH) for tile in tiles)
+    for rows, tiles in QUANTIZED_TILES["w4a16"].items()
+}
 
 
 def row_bucket(rows: int, kind: str, depth: int) -> int:

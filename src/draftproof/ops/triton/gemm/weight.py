@@ -14,6 +14,8 @@ from draftproof.ops.triton.kernel_utils import FLOATS, matrix, vector
 
 FP8_BLOCK = 128  # rows, and columns, of a weight block that share a scale
 ONE_GROUP = 1 << 30  # group size of a 4-bit weight with one scale a row
+FOUR_BITS = frozenset({"w4a16", "mxfp4"})  # formats of two elements a byte, whose rows are not quantised
+REPACKED_BYTES = 64 << 20  # of a 4-bit weight at a time: unpacked it needs several times as much
 
 
 class WeightKind(Enum):
@@ -35,7 +37,7 @@ class PackedLinear:
     bias: Tensor | None  # [N] fp32
     kind: WeightKind | None = None  # None: by the dtype of `weight`
     format: str | None = None  # of a quantised weight
-    scales: Tensor | None = None  # [N] fp32, [K / 128, N / block_rows] fp32 or [K / group, N]
+    scales: Tensor | None = None  # [N] or [K / 128, N / block_rows] fp32; [K / group, N], of mxfp4 uint8
     zeros: Tensor | None = None  # [K / group, N] uint8, of a 4-bit weight with zero points
     depth: int = 0  # K; 0: the columns of `weight`
     block_rows: int = 0  # of an fp8 block weight: output rows that share a scale
@@ -63,7 +65,7 @@ class PackedLinear:
     @property
     def quantizes_rows(self) -> bool:
         """Return whether the rows that it multiplies are quantised."""
-        return self.format is not None and self.format != "w4a16"
+        return self.format is not None and self.format not in FOUR_BITS
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -80,8 +82,8 @@ def pack_quantized(
     """Return the packed form of a quantised weight; see the weight formats of `models`."""
     bias = None if bias is None else bias.detach().float().contiguous()
     kind, data, scales = WeightKind.QUANTIZED, data.detach(), scales.detach()
-    if name == "w4a16":
-        return _pack_int4(data, scales, bias, zeros)
+    if name in FOUR_BITS:
+        return _pack_4bit(name, data, scales, bias, zeros)
     if name != "fp8_block":
         return PackedLinear(data.contiguous(), bias, kind, name, scales.float().contiguous())
     block_rows = 1 if len(scales) == len(data) else FP8_BLOCK
@@ -89,17 +91,23 @@ def pack_quantized(
     return PackedLinear(data.contiguous(), bias, kind, name, by_chunk, block_rows=block_rows)
 
 
-def _pack_int4(data: Tensor, scales: Tensor, bias: Tensor | None, zeros: Tensor | None) -> PackedLinear:
+def _pack_4bit(
+    name: str, data: Tensor, scales: Tensor, bias: Tensor | None, zeros: Tensor | None
+) -> PackedLinear:
     """Repack bytes of neighbours [N, K / 2] to pieces of two halves, and transpose scales and zero points."""
     columns, depth, groups = len(data), 2 * data.shape[1], scales.shape[1]
     group = depth // groups
     half = 128 if depth % 256 == 0 and (groups == 1 or group % 128 == 0) else 64
     pieces = -(-depth // (2 * half))
-    integers = torch.zeros((columns, pieces * 2 * half), dtype=torch.uint8, device=data.device)
-    integers[:, :depth:2] = data & 15
-    integers[:, 1:depth:2] = data >> 4
-    low, high = integers.view(columns, pieces, 2, half).unbind(2)
-    packed = (low | (high << 4)).reshape(columns, pieces * half)
+    packed = torch.empty((columns, pieces, half), dtype=torch.uint8, device=data.device)
+    step = max(1, REPACKED_BYTES // (pieces * half))
+    for first in range(0, columns, step):
+        rows = data[first : first + step]
+        codes = rows.new_zeros((len(rows), pieces * 2 * half))
+        codes[:, :depth:2] = rows & 15
+        codes[:, 1:depth:2] = rows >> 4
+        low, high = codes.view(len(rows), pieces, 2, half).unbind(2)
+        torch.bitwise_or(low, high << 4, out=packed[first : first + step])
     if groups == 1:
         group = ONE_GROUP
     missing = -(-pieces * 2 * half // group) - groups if groups > 1 else 0
@@ -109,7 +117,7 @@ def _pack_int4(data: Tensor, scales: Tensor, bias: Tensor | None, zeros: Tensor 
         return torch.nn.functional.pad(values.t(), (0, 0, 0, missing)).contiguous()
 
     return PackedLinear(
-        packed, bias, WeightKind.QUANTIZED, "w4a16", by_group(scales),
+        packed.flatten(1), bias, WeightKind.QUANTIZED, name, by_group(scales),
         None if zeros is None else by_group(zeros), depth, half=half, group=group,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import launch_options, pdl_sync
 from draftproof.ops.triton.moe.routing import MAX_EXPERT_TILES, Assignment
-from draftproof.ops.triton.quantized.gemm import products
+from draftproof.ops.triton.quantized.gemm import format_constants, products
 from draftproof.ops.triton.quantized.rows import QuantizedRows
 
 
@@ -43,11 +43,12 @@ def pairs_of_item(item, experts, order, counts, items, R, BM: tl.constexpr, HAS_
 
 @triton.jit(do_not_specialize=["R"])
 def expert_linear_kernel(
-    x, w, bias, row_scales, scales, experts, order, counts, items, out, R, N, K, num_weight_rows,
+    x, w, bias, row_scales, scales, zeros, experts, order, counts, items, out, R, N, K, num_weight_rows,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOP_K: tl.constexpr, GATE_UP: tl.constexpr,
     HAS_LIST: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, HALF: tl.constexpr, INT4_ZERO: tl.constexpr,
+    SCALE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, PACKED_MATH: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Multiply pairs by the weights of their experts, w [E * N, K] -> out [R * TOP_K, N].
 
@@ -86,8 +87,8 @@ def expert_linear_kernel(
         y = dot_rows(x_at, w_at, exists, col_ok, rk, K, BM, WIDTH, BK, EVEN_K, False, PDL)
     else:
         y = products(
-            x, w, row_scales, scales, scales, rm, wn, exists, col_ok, num_weight_rows, K, BM, WIDTH, BK,
-            FORMAT, BLOCK_ROWS, 0, 0, 1, False, False, False, EVEN_K, False,
+            x, w, row_scales, scales, zeros, rm, wn, exists, col_ok, num_weight_rows, K, BM, WIDTH, BK,
+            FORMAT, BLOCK_ROWS, HALF, INT4_ZERO, SCALE_GROUP, SHARED, HAS_ZEROS, PACKED_MATH, EVEN_K, False,
         )  # fmt: skip
     inside = exists[:, None] & (rn < N)[None, :]
     place = out + pair.to(tl.int64)[:, None] * N + rn[None, :]
@@ -119,14 +120,13 @@ def expert_linear(
     columns = packed.columns // num_experts // (2 if is_gate_up else 1)
     out = torch.empty((rows * top_k, columns), dtype=dtype, device=packed.weight.device)
     num_items = rows * top_k if found.items is None else len(found.items) - 1
-    parts = packed.bias, scales, packed.scales  # an absent part is not read
+    parts = packed.bias, scales, packed.scales, packed.zeros  # an absent part is not read
     lists = found.order, found.counts, found.items
     expert_linear_kernel[(num_items * triton.cdiv(columns, tile.bn),)](
         values, packed.weight, *(out if part is None else part for part in parts), found.experts,
         *(found.experts if part is None else part for part in lists), out, rows, columns,
-        packed.depth, packed.columns, BM=tile.bm, BN=tile.bn, BK=tile.bk, TOP_K=top_k, GATE_UP=is_gate_up,
-        HAS_LIST=found.items is not None, HAS_BIAS=packed.bias is not None, ACTIVATION=activation or "",
-        FORMAT=packed.format or "", BLOCK_ROWS=packed.block_rows, EVEN_K=packed.depth % tile.bk == 0,
+        packed.depth, packed.columns, TOP_K=top_k, GATE_UP=is_gate_up, HAS_LIST=found.items is not None,
+        ACTIVATION=activation or "", **format_constants(values, packed, tile),
         FIRST=0 if part is None else part.first, LAST=0 if part is None else part.first + part.count,
         **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),
     )  # fmt: skip

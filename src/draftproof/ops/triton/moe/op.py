@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.types import ExpertOutputs, ExpertPart, Moe, Routing
-from draftproof.ops.triton.gemm.tiles import TileTable
+from draftproof.ops.triton.gemm.tiles import QUANTIZED_TILES, TileTable
 from draftproof.ops.triton.gemm.weight import PackedLinear, pack
 from draftproof.ops.triton.kernel_utils import LaunchContext
 from draftproof.ops.triton.moe.experts import expert_linear
@@ -17,7 +17,7 @@ from draftproof.ops.triton.moe.routing import make_counters, route
 from draftproof.ops.triton.moe.tiles import FEW_ROWS, select_tile
 from draftproof.ops.triton.quantized.rows import prepare_rows
 
-KINDS = ("bf16", "fp32", "w8a8", "fp8", "fp8_block")  # weight formats of experts
+KINDS = ("bf16", "fp32", *QUANTIZED_TILES)  # weight formats of experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from draftproof.ops.contract.types import Routing
 from draftproof.ops.triton.gemm.tiles import (
     ANY_ROWS,
+    MXFP4_DEPTH,
     UNLIMITED_SHARED_BYTES,
     Tile,
     TileKey,
@@ -13,7 +14,7 @@ from draftproof.ops.triton.gemm.tiles import (
     fit_tile,
     shared_bytes,
 )
-from draftproof.ops.triton.gemm.weight import PackedLinear
+from draftproof.ops.triton.gemm.weight import FOUR_BITS, PackedLinear
 from draftproof.ops.triton.kernel_utils import next_power_of_two
 
 MIN_BUCKET_ROWS, MAX_BUCKET_ROWS = 16, 4096  # tiles are selected for powers of two between them
@@ -54,6 +55,24 @@ DOWN_TILES: dict[int, tuple[Tile, ...]] = {
     ),
     128: (Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 4)),
 }  # fmt: skip
+# Tiles of 4-bit formats: mean number of pairs of an expert -> tiles, the default first; `gemm/tiles.py` gives
+# the reason for 64 rows. The depth of a step is that of the layout.
+FOUR_BIT_TILES: dict[Variant, dict[int, tuple[Tile, ...]]] = {
+    "experts_gate_up": {
+        64: (
+            Tile(64, 16, 256, 4, 4), Tile(64, 32, 256, 4, 3), Tile(64, 16, 256, 4, 3),
+            Tile(64, 32, 256, 4, 4),
+        ),
+        ANY_ROWS: (Tile(64, 64, 256, 8, 2), Tile(64, 32, 256, 4, 3), Tile(64, 64, 256, 8, 3)),
+    },
+    "experts": {
+        64: (
+            Tile(64, 32, 256, 4, 4), Tile(64, 64, 256, 4, 3), Tile(64, 32, 256, 4, 3),
+            Tile(64, 64, 256, 4, 4),
+        ),
+        ANY_ROWS: (Tile(64, 128, 256, 8, 2), Tile(64, 64, 256, 4, 3), Tile(64, 128, 256, 8, 3)),
+    },
+}  # fmt: skip
 FP32_TILE = Tile(16, 32, 32, 4, 3)
 
 
@@ -76,6 +95,13 @@ def expert_tiles(kind: str, tile_rows: int, is_gate_up: bool, depth: int) -> lis
     return [tile for tile in found if tile.bk <= depth] or [found[0]._replace(bk=64)]
 
 
+def four_bit_tiles(key: TileKey) -> list[Tile]:
+    """Return the tiles of a grouped GEMM with 4-bit weights to choose from, the default first."""
+    mean = key.max_rows * key.top_k / key.num_experts
+    found = next(tiles for limit, tiles in FOUR_BIT_TILES[key.variant].items() if mean <= limit)
+    return [tile._replace(bk=MXFP4_DEPTH) for tile in found] if key.kind == "mxfp4" else list(found)
+
+
 def rows_bucket(rows: int) -> int:
     """Return the maximum number of rows of the bucket of `rows`: a power of two, or any number."""
     bucket = max(MIN_BUCKET_ROWS, next_power_of_two(rows))
@@ -84,8 +110,11 @@ def rows_bucket(rows: int) -> int:
 
 def tiles_of_key(key: TileKey, max_shared_bytes: int = UNLIMITED_SHARED_BYTES) -> list[Tile]:
     """Return the tiles to measure for a key, the default first, that fit into the shared memory."""
-    tile_rows = rows_of_tile(key.max_rows, key.top_k, key.num_experts, key.kind)
-    default, *others = expert_tiles(key.kind, tile_rows, key.variant == "experts_gate_up", key.depth)
+    if key.kind in FOUR_BITS:
+        default, *others = four_bit_tiles(key)
+    else:
+        tile_rows = rows_of_tile(key.max_rows, key.top_k, key.num_experts, key.kind)
+        default, *others = expert_tiles(key.kind, tile_rows, key.variant == "experts_gate_up", key.depth)
     others = [tile for tile in others if shared_bytes(tile, key.variant, key.kind) <= max_shared_bytes]
     return [fit_tile(default, key.variant, key.kind, max_shared_bytes), *others]
 

@@ -2,7 +2,7 @@
 
 Tiles, warps, stages and the number of rows change no bit: int8 products are summed in int32, by the tensor
 core or, for one row, without it; e4m3 products in chunks of 128 by the tensor core, and chunks in fp32 by
-ascending K; 4-bit weights become bf16, and their products are summed as in `gemm/dense.py`.
+ascending K; 4-bit weights (integers, e2m1) become bf16, and their products are summed as in `gemm/dense.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from draftproof.ops.triton.kernel_utils import pdl_wait_mask
 
-UNPACK = tl.constexpr(
+UNPACK_INT4 = tl.constexpr(
     """
     {
     .reg .b32 low, high;
@@ -27,6 +27,31 @@ UNPACK = tl.constexpr(
     """
 )
 BIAS = tl.constexpr(128.0)  # of an unpacked integer: byte 0x43 above the integer is the bf16 number 128 + it
+UNPACK_E2M1 = tl.constexpr(  # sign to bit 15, the other bits to 8..6 of a bf16 number
+    """
+    {
+    .reg .b32 low, high, sign;
+    and.b32 low, $4, 0x0F0F0F0F;
+    shr.u32 high, $4, 4;
+    and.b32 high, high, 0x0F0F0F0F;
+    prmt.b32 $0, low, 0, 0x1404;
+    prmt.b32 $1, low, 0, 0x3424;
+    prmt.b32 $2, high, 0, 0x1404;
+    prmt.b32 $3, high, 0, 0x3424;
+    """
+    + "".join(
+        f"""
+    shl.b32 sign, ${i}, 4;
+    and.b32 sign, sign, 0x80008000;
+    shr.u32 ${i}, ${i}, 2;
+    and.b32 ${i}, ${i}, 0x01C001C0;
+    or.b32 ${i}, ${i}, sign;
+    """
+        for i in range(4)
+    )
+    + "}"
+)
+TO_E2M1 = tl.constexpr(2.0**126)  # an e2m1 code in the place of the bits of a float, times this, is its value
 
 
 @triton.jit
@@ -142,41 +167,62 @@ def dot_fp8(
 
 
 @triton.jit
-def group_values(pointer, k, rk, wn, col_ok, N, GROUP: tl.constexpr, SHARED: tl.constexpr):
-    """Load values [K / GROUP, N] of the groups of k + rk: [1, BN] if SHARED by all, else [HALF, BN]."""
+def group_values(pointer, k, wn, col_ok, N, HALF: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr):
+    """Load the values of HALF elements from [K / GROUP, N]: [1, BN] if SHARED, else [HALF / GROUP, 1, BN]."""
     if SHARED:
         values = tl.load(pointer + (k // GROUP) * N + wn, mask=col_ok, other=0)[None, :]
     else:
-        at = ((k + rk) // GROUP)[:, None] * N + wn[None, :]
-        values = tl.load(pointer + at, mask=col_ok[None, :], other=0)
+        group = k // GROUP + tl.arange(0, HALF // GROUP)
+        at = pointer + group[:, None, None] * N + wn[None, None, :]
+        values = tl.load(at, mask=col_ok[None, None, :], other=0)
     return values
 
 
 @triton.jit
 def dequantized(
-    integers, scales, zeros, k, rk, wn, col_ok, N, dtype: tl.constexpr, ZERO: tl.constexpr,
+    codes, scales, zeros, k, wn, col_ok, N, dtype: tl.constexpr, E2M1: tl.constexpr, ZERO: tl.constexpr,
     GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, PACKED_MATH: tl.constexpr,
 ):  # fmt: skip
-    """Return scale * (integer - zero point) of integers [HALF, BN], rounded to bf16, in `dtype`."""
-    scale = group_values(scales, k, rk, wn, col_ok, N, GROUP, SHARED)
-    if HAS_ZEROS:
-        zero = group_values(zeros, k, rk, wn, col_ok, N, GROUP, SHARED).to(tl.float32)
+    """Return the values of 4-bit codes [HALF, BN], rounded to bf16, in `dtype`.
+
+    A value is scale * (integer - zero point). E2M1: e2m1 * 2 ** (exponent - 127), which is exact.
+    """
+    HALF: tl.constexpr = codes.shape[0]
+    BN: tl.constexpr = codes.shape[1]
+    scale = group_values(scales, k, wn, col_ok, N, HALF, GROUP, SHARED)
+    if not SHARED:  # the groups get a dimension of their own, so that a scale is loaded once
+        codes = tl.reshape(codes, (HALF // GROUP, GROUP, BN))
+    if E2M1:
+        if PACKED_MATH:  # codes are bf16; 0x40 is 2 ** -127, of the exponent 0: a subnormal number
+            scale = tl.maximum(scale.to(tl.int32) << 7, 0x40).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            value = (codes * TO_E2M1).to(tl.bfloat16) * scale
+        else:
+            code = codes.to(tl.int32)
+            number = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
+            scale = tl.maximum(scale.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+            value = (number * TO_E2M1 * scale).to(tl.bfloat16).to(dtype)
     else:
-        zero = tl.full((1, 1), ZERO, tl.float32)
-    if PACKED_MATH:  # integers are 128 + integer in bf16; every step is exact until the product is rounded
-        value = (integers - (zero + BIAS).to(tl.bfloat16)) * scale
-    else:
-        value = ((integers.to(tl.float32) - zero) * scale.to(tl.float32)).to(tl.bfloat16).to(dtype)
-    return value
+        if HAS_ZEROS:
+            zero = group_values(zeros, k, wn, col_ok, N, HALF, GROUP, SHARED).to(tl.float32)
+        else:
+            zero = tl.full((1, 1), ZERO, tl.float32)
+        if PACKED_MATH:  # codes are 128 + integer in bf16; every step is exact until the product is rounded
+            value = (codes - (zero + BIAS).to(tl.bfloat16)) * scale
+        else:
+            value = ((codes.to(tl.float32) - zero) * scale.to(tl.float32)).to(tl.bfloat16).to(dtype)
+    return tl.reshape(value, (HALF, BN))
 
 
 @triton.jit
-def dot_w4a16(
+def dot_4bit(
     x, w, scales, zeros, rm, wn, row_ok, col_ok, N, K, BM: tl.constexpr, BN: tl.constexpr,
-    HALF: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
+    E2M1: tl.constexpr, HALF: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
     HAS_ZEROS: tl.constexpr, PACKED_MATH: tl.constexpr, EVEN_K: tl.constexpr, PDL_WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums [BM, BN]; byte j of a piece of HALF bytes holds the elements j and HALF + j."""
+    """Return the sums [BM, BN]; byte j of a piece of HALF bytes holds the elements j and HALF + j.
+
+    The elements are integers, or e2m1 numbers with exponents as scales.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     rk = tl.arange(0, HALF)
     bytes_per_row = tl.cdiv(K, 2 * HALF) * HALF
@@ -189,16 +235,17 @@ def dot_w4a16(
         c = load_x(x_at, k + HALF, row_ok, rk, K, EVEN_K, PDL_WAIT)
         if PACKED_MATH:
             low, high = tl.inline_asm_elementwise(
-                UNPACK, "=r,=r,=r,=r,r", [pair], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
+                UNPACK_E2M1 if E2M1 else UNPACK_INT4, "=r,=r,=r,=r,r", [pair],
+                dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            )  # fmt: skip
         else:
             low, high = pair & 15, pair >> 4
         b = dequantized(
-            low, scales, zeros, k, rk, wn, col_ok, N, dtype, ZERO, GROUP, SHARED, HAS_ZEROS, PACKED_MATH
+            low, scales, zeros, k, wn, col_ok, N, dtype, E2M1, ZERO, GROUP, SHARED, HAS_ZEROS, PACKED_MATH
         )  # fmt: skip
         total = tl.dot(a, b, total, input_precision="ieee")
         d = dequantized(
-            high, scales, zeros, k + HALF, rk, wn, col_ok, N, dtype, ZERO, GROUP, SHARED, HAS_ZEROS,
+            high, scales, zeros, k + HALF, wn, col_ok, N, dtype, E2M1, ZERO, GROUP, SHARED, HAS_ZEROS,
             PACKED_MATH,
         )  # fmt: skip
         total = tl.dot(c, d, total, input_precision="ieee")

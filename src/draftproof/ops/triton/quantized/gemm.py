@@ -20,7 +20,7 @@ from draftproof.ops.triton.gemm.fused import load_rope_rows, rope_store_tile
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import INTERPRETED, launch_options
-from draftproof.ops.triton.quantized.dot import dot_fp8, dot_w4a16, dot_w8a8, dot_w8a8_row
+from draftproof.ops.triton.quantized.dot import dot_4bit, dot_fp8, dot_w8a8, dot_w8a8_row
 from draftproof.ops.triton.quantized.rows import QuantizedRows
 
 GROUP = 8  # row tiles that traverse the columns of the weight together, so that they find it in L2
@@ -39,10 +39,10 @@ def products(
 
     PDL_WAIT: the weight is loaded before the previous kernel has completed; the function waits for it.
     """
-    if FORMAT == "w4a16":
-        y = dot_w4a16(
-            x, w, scales, zeros, rm, wn, row_ok, col_ok, N, K, BM, BN, HALF, INT4_ZERO, SCALE_GROUP, SHARED,
-            HAS_ZEROS, PACKED_MATH, EVEN_K, PDL_WAIT,
+    if FORMAT == "w4a16" or FORMAT == "mxfp4":
+        y = dot_4bit(
+            x, w, scales, zeros, rm, wn, row_ok, col_ok, N, K, BM, BN, FORMAT == "mxfp4", HALF, INT4_ZERO,
+            SCALE_GROUP, SHARED, HAS_ZEROS, PACKED_MATH, EVEN_K, PDL_WAIT,
         )  # fmt: skip
     elif FORMAT == "w8a8" and BM == 1:
         y = dot_w8a8_row(x, w, rm, wn, row_ok, col_ok, K, BN, BK, EVEN_K, PDL_WAIT, USE_DP4A)
@@ -148,20 +148,26 @@ def quantized_pairs_kernel(
         tl.store(pointers, act_gate(low, high, ACTIVATION).to(dtype), mask=inside)
 
 
-def _constants(x: Tensor, packed: PackedLinear, tile: Tile, pdl: bool) -> dict[str, Any]:
-    """Return the constants of a launch that depend on the format of the weight."""
-    assert packed.format is not None and packed.scales is not None
-    step = 2 * packed.half if packed.format == "w4a16" else tile.bk
-    even, first = x.shape[1] % step == 0, pdl and tile.weight_first
-    is_bf16 = x.dtype == packed.scales.dtype == torch.bfloat16
-    options = launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False)
+def format_constants(x: Tensor, packed: PackedLinear, tile: Tile) -> dict[str, Any]:
+    """Return the constants of a kernel with `products` that depend on the weight and the tile."""
+    step = 2 * packed.half or tile.bk
+    has_bf16_scales = packed.scales is not None and packed.scales.dtype in (torch.bfloat16, torch.uint8)
     return {
-        "BM": tile.bm, "BN": tile.bn, "BK": step, "FORMAT": packed.format, "EVEN_K": even,
-        "HAS_BIAS": packed.bias is not None, "HAS_ZEROS": packed.zeros is not None,
-        "BLOCK_ROWS": packed.block_rows, "HALF": packed.half, "INT4_ZERO": INT4_ZERO,
-        "SCALE_GROUP": packed.group, "SHARED": packed.group % max(packed.half, 1) == 0,
-        "PACKED_MATH": is_bf16 and not INTERPRETED, "WEIGHT_FIRST": first and even, **options,
+        "BM": tile.bm, "BN": tile.bn, "BK": step, "FORMAT": packed.format or "",
+        "EVEN_K": packed.depth % step == 0, "HAS_BIAS": packed.bias is not None,
+        "HAS_ZEROS": packed.zeros is not None, "BLOCK_ROWS": packed.block_rows, "HALF": packed.half,
+        "INT4_ZERO": INT4_ZERO, "SCALE_GROUP": packed.group,
+        "SHARED": packed.group % max(packed.half, 1) == 0,
+        "PACKED_MATH": x.dtype == torch.bfloat16 and has_bf16_scales and not INTERPRETED,
     }  # fmt: skip
+
+
+def _constants(x: Tensor, packed: PackedLinear, tile: Tile, pdl: bool) -> dict[str, Any]:
+    """Return the constants and options of a launch."""
+    constants = format_constants(x, packed, tile)
+    first = pdl and tile.weight_first and constants["EVEN_K"]
+    options = launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False)
+    return {**constants, "WEIGHT_FIRST": first, **options}
 
 
 def _inputs(x: Tensor | QuantizedRows, packed: PackedLinear) -> tuple[Tensor, ...]:
