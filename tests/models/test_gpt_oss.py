@@ -1,9 +1,8 @@
-"""Experts of gpt-oss in mxfp4 against transformers: values, logits, memory, outputs with drafts, refusals."""
+"""Experts of gpt-oss in mxfp4 against transformers: values, logits, text, memory, refusals."""
 
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from draftproof.models.weights import low_bit
 from draftproof.ops import resolve
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
+from draftproof.types import Request
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, NUM_EXPERTS = 64, 32, 4
@@ -104,9 +104,9 @@ def test_values_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def logits(folder: Path, tokens: Tensor) -> Tensor:
+def logits(folder: Path, tokens: Tensor, backend: str) -> Tensor:
     found = load_checkpoint(folder, dtype="float32")
-    ops = resolve("auto", CPU)
+    ops = resolve(backend, CPU)
     model = create_model(found.config, found.weights, ops, 64)
     runner = Runner(model, ops, torch.float32, num_pages=9, page_size=8, max_rows=len(tokens))
     table = torch.arange(1, 9, dtype=torch.int32)[None]
@@ -114,15 +114,25 @@ def logits(folder: Path, tokens: Tensor) -> Tensor:
     return runner.logits(runner.forward(rows))
 
 
-def error(folder: Path, model: Any) -> float:
+def error(folder: Path, model: Any, backend: str = "cpu") -> float:
     tokens = torch.randint(3, 97, (40,), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         want = model(tokens[None]).logits[0]
-    return float((logits(folder, tokens) - want).abs().max() / want.abs().max())
+    return float((logits(folder, tokens, backend) - want).abs().max() / want.abs().max())
 
 
-def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
-    assert error(tmp_path, write(tmp_path)) < 1e-4
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_logits_are_those_of_transformers(tmp_path: Path, backend: str) -> None:
+    assert error(tmp_path, write(tmp_path), backend) < 1e-4
+
+
+def test_greedy_text_is_that_of_transformers(tmp_path: Path) -> None:
+    model, prompt = write(tmp_path), tiny.prompt(1, 20)
+    with torch.inference_mode():
+        want = model.generate(torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    params = SamplingParams(temperature=0.0, max_tokens=24, min_tokens=24)
+    served = serve(tmp_path, [tiny.request(1, params, prompt_token_ids=prompt)], dtype="float32")
+    assert served["1"].token_ids == want[0, 20:].tolist()
 
 
 @pytest.mark.control
@@ -130,8 +140,8 @@ def test_control_other_values_of_the_codes_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write(tmp_path)
-    monkeypatch.setattr(low_bit, "MXFP4_VALUES", low_bit.MXFP4_VALUES[::-1])
-    assert error(tmp_path, model) > 1e-2
+    monkeypatch.setattr("draftproof.ops.torch.quantized.E2M1_VALUES", low_bit.MXFP4_VALUES[::-1])
+    assert error(tmp_path, model, "torch") > 1e-2
 
 
 @pytest.mark.control
@@ -148,38 +158,45 @@ def test_control_gate_and_up_as_halves_are_detected(tmp_path: Path, monkeypatch:
     assert error(tmp_path, model) > 1e-2
 
 
+def serve(
+    folder: Path, requests: list[Request], drafts: dict[str, Any] | None = None, dtype: str = "auto",
+    quantization: str = "auto",
+) -> dict[str, tiny.Record]:  # fmt: skip
+    config = EngineConfig(
+        model="gpt-oss",
+        device="cpu",
+        warm_up=False,
+        max_model_len=64,
+        max_num_seqs=4,
+        quantization=quantization,
+        speculative=SpeculativeConfig.parse(drafts) if drafts else None,
+    )
+    return tiny.run(Engine(config, load_checkpoint(folder, dtype=dtype)), requests)
+
+
 @pytest.mark.parametrize("quantization", ["auto", "fp8"])
-def test_outputs_with_drafts_equal_those_without(
-    tmp_path: Path, quantization: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Start-up reports the memory of unpacked weights; weights quantised on load are not unpacked."""
+def test_outputs_with_drafts_equal_those_without(tmp_path: Path, quantization: str) -> None:
     write(tmp_path)
     params = SamplingParams(temperature=0.7, max_tokens=24, logprobs=2, ignore_eos=True)
     records = []
-    caplog.set_level(logging.WARNING)
     for drafts in (None, {"method": "ngram", "num_speculative_tokens": 3}):
-        config = EngineConfig(
-            model="gpt-oss",
-            device="cpu",
-            warm_up=False,
-            max_model_len=64,
-            max_num_seqs=4,
-            quantization=quantization,
-            speculative=SpeculativeConfig.parse(drafts) if drafts else None,
-        )
-        served = tiny.run(
-            Engine(config, load_checkpoint(tmp_path)), [tiny.request(i, params) for i in range(3)]
-        )
+        requests = [tiny.request(i, params) for i in range(3)]
+        served = serve(tmp_path, requests, drafts, quantization=quantization)
         records.append([record.same() for record in served.values()])
     assert records[0] == records[1]
-    assert ("mxfp4 weights are unpacked to bf16" in caplog.text) == (quantization == "auto")
 
 
-def test_info_counts_the_memory_of_unpacked_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def test_weights_stay_in_the_bytes_of_the_file(tmp_path: Path, backend: str) -> None:
     write(tmp_path)
-    kinds = {kind.name: kind for kind in stored_tensors(tmp_path, load_checkpoint(tmp_path).config)}
+    found, ops = load_checkpoint(tmp_path), resolve(backend, CPU)
+    kinds = {kind.name: kind for kind in stored_tensors(tmp_path, found.config)}
     blocks = kinds["mlp.experts.down_proj_blocks"]
-    assert blocks.memory_bytes == 4 * blocks.file_bytes == 2 * 2 * NUM_EXPERTS * HIDDEN * INNER
+    assert blocks.memory_bytes == blocks.file_bytes == 2 * NUM_EXPERTS * HIDDEN * INNER // 2
+    model = create_model(found.config, found.weights, ops, 64)
+    for packed in model.layers[0].mlp.down:
+        data = packed.weight if backend == "cpu" else packed.data
+        assert packed.format == "mxfp4" and data.dtype == torch.uint8 and data.nbytes == HIDDEN * INNER // 2
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,12 @@ from draftproof.models.weight_formats import (
     quantize_linears,
     read_weights,
 )
+from draftproof.models.weights.low_bit import Mxfp4Weight
 from draftproof.ops.torch.backend import TorchOps
+from quantized_files import mxfp4_weight
 
 OPS = TorchOps(torch.device("cpu"))
+BYTES = torch.zeros((4, 16), dtype=torch.uint8)
 # format -> a weight of it made from a float matrix
 MADE = {
     "int8": Int8RowWeight.quantize,
@@ -31,6 +34,7 @@ MADE = {
     "fp8": Fp8Weight.quantize,
     "fp8_block": Fp8BlockWeight.quantize,
     "w4a16": Int4GroupWeight.quantize,
+    "mxfp4": mxfp4_weight,
 }
 
 
@@ -112,6 +116,11 @@ def test_4_bit_groups_round_to_the_nearest_of_16_values(depth: int, group: int) 
             lambda: Int4GroupWeight.create(torch.ones(2, 64), torch.ones(2, 1), torch.ones(1, 1)),
             "zero points",
         ),
+        (lambda: Mxfp4Weight.create(BYTES, BYTES[:, :2]), r"\[4, 2\] for a matrix of \[4, 32\]"),
+        (lambda: Mxfp4Weight.create(BYTES, BYTES[:3, :1]), r"\[3, 1\] for a matrix of \[4, 32\]"),
+        (lambda: Mxfp4Weight.create(BYTES[:, :8], BYTES[:, :1]), r"rows of 16 are not whole groups of 32"),
+        (lambda: Mxfp4Weight.create(BYTES.float(), BYTES[:, :1]), "blocks: a uint8 matrix"),
+        (lambda: Mxfp4Weight.create(BYTES, BYTES[:, :1] + 253), "not finite"),
     ],
 )
 def test_malformed_weight_is_refused(make: Any, message: str) -> None:

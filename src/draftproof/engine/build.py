@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -60,7 +59,6 @@ from draftproof.verify.strategy_table import StrategyTable, strategy_option_owne
 if TYPE_CHECKING:
     from draftproof.engine.kv_events.events import EventLog
 
-log = logging.getLogger("draftproof")
 
 WARM_UP_LOGPROBS = 5  # alternatives of the steps with logprobs that are captured at start
 
@@ -210,16 +208,8 @@ def _target_identity(checkpoint: Checkpoint) -> TargetIdentity:
 
 
 def check_formats(weights: Mapping[str, WeightTensor], ops: Ops) -> None:
-    """Refuse quantised weights that the backend does not multiply; log those that are unpacked to floats."""
-    unpacked = [weight for weight in weights.values() if weight.is_unpacked]
-    if unpacked:
-        log.warning(
-            "%s weights are unpacked to bf16, %.1f GiB: the option quantization makes them smaller",
-            unpacked[0].format,
-            sum(weight.nbytes for weight in unpacked) / (1 << 30),
-        )
-    stored = [weight for weight in weights.values() if not weight.is_unpacked]
-    formats = {weight.format for weight in stored if not isinstance(weight, FloatWeight)}
+    """Refuse quantised weights that the backend does not multiply."""
+    formats = {weight.format for weight in weights.values() if not isinstance(weight, FloatWeight)}
     if missing := formats - ops.forward.weight_formats:
         raise ConfigError(
             f"the {ops.name} backend does not multiply weights in the format {', '.join(sorted(missing))}: "

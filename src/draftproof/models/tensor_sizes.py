@@ -19,7 +19,6 @@ from draftproof.ops import resolve
 
 _LAYER = re.compile(r"^model\.layers\.\d+\.")
 _TABLE = "model.embed_tokens.weight"
-MXFP4_SUFFIX = "_proj_blocks"
 FLOAT_BYTES = 2  # of an element in bf16, which other formats are unpacked to
 BANDWIDTH_BYTES = 256 << 20  # larger than the caches of a CPU
 BANDWIDTH_SECONDS = 0.5
@@ -97,8 +96,6 @@ def _safetensors(folder: Path) -> list[_Stored]:
             is_float = tensor.is_floating_point() and tensor.element_size() > 1
             wide = tensor.element_size() if tensor.dtype == torch.float32 else FLOAT_BYTES
             memory = tensor.numel() * (wide if is_float else tensor.element_size())
-            if name.endswith(MXFP4_SUFFIX):  # two elements a byte, unpacked to bf16
-                memory = 2 * tensor.numel() * FLOAT_BYTES
             kind = str(tensor.dtype).removeprefix("torch.")
             found.append(_Stored(name, kind, tuple(tensor.shape), tensor.nbytes, memory))
     return found

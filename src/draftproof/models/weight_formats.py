@@ -117,7 +117,9 @@ def quantizer(quantization: str, ops: Ops) -> Callable[[Tensor], WeightTensor] |
 
 def quantized_format(name: str, weight: WeightTensor, quantization: str, ops: Ops) -> str:
     """Return the format to which a weight is quantised on load; "" if it is not."""
-    is_quantized = name.endswith(LINEAR_SUFFIXES) and not name.endswith(HEADS_SUFFIX) and _is_float(weight)
+    is_quantized = (
+        name.endswith(LINEAR_SUFFIXES) and not name.endswith(HEADS_SUFFIX) and _is_quantizable(weight)
+    )
     return _load_format(quantization, ops) if is_quantized else ""
 
 
@@ -135,7 +137,7 @@ def linear_quantizer(
     quantize = quantizer(quantization, ops)
     if quantize is None:
         return lambda name, weight: weight
-    if stored := {w.format for w in weights.values() if not _is_float(w)}:
+    if stored := {w.format for w in weights.values() if not _is_quantizable(w)}:
         raise ConfigError(
             f"quantization {quantization!r} is made from float weights, and the checkpoint is quantised "
             f"already ({', '.join(sorted(stored))}): leave quantization out"
@@ -155,9 +157,9 @@ def linear_quantizer(
     return quantized
 
 
-def _is_float(weight: WeightTensor) -> bool:
-    """Return whether backends receive a weight of the checkpoint as floats."""
-    return isinstance(weight, FloatWeight) or weight.is_unpacked
+def _is_quantizable(weight: WeightTensor) -> bool:
+    """Return whether a weight of the checkpoint may be quantised on load."""
+    return isinstance(weight, FloatWeight) or weight.is_requantized
 
 
 def read_weights(tensors: Mapping[str, Tensor]) -> dict[str, WeightTensor]:

@@ -267,7 +267,7 @@ class Mxfp4Weight(WeightTensor):
     `scales` [N, K / 32] uint8. An element is its e2m1 value times 2 ** (exponent - 127), exact in bf16.
     """
 
-    is_unpacked = True
+    is_requantized = True
 
     @property
     def format(self) -> str:
@@ -279,11 +279,6 @@ class Mxfp4Weight(WeightTensor):
         """Return the logical shape."""
         return len(self.data), 2 * self.data.shape[1]
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the matrix in bf16, which is what a backend packs."""
-        return 2 * self.data.numel() * torch.bfloat16.itemsize
-
     @classmethod
     def create(cls, blocks: Tensor, exponents: Tensor) -> Self:
         """Check and build a weight from bytes [N, K / 2] and exponents [N, K / 32]."""
@@ -291,11 +286,24 @@ class Mxfp4Weight(WeightTensor):
             if part.ndim != 2 or part.dtype != torch.uint8:
                 raise LoadError(f"{what}: a uint8 matrix is expected, not {part.dtype} {list(part.shape)}")
         columns, depth = len(blocks), 2 * blocks.shape[1]
-        if depth % MXFP4_GROUP or tuple(exponents.shape) != (columns, depth // MXFP4_GROUP):
+        if depth % MXFP4_GROUP:
+            raise LoadError(f"rows of {depth} are not whole groups of {MXFP4_GROUP}")
+        if tuple(exponents.shape) != (columns, depth // MXFP4_GROUP):
             raise LoadError(f"scales of shape {list(exponents.shape)} for a matrix of {[columns, depth]}")
         if exponents.numel() and int(exponents.max()) > MXFP4_MAX_EXPONENT:
             raise LoadError("scales that are not finite")
         return cls(blocks, exponents)
+
+    @property
+    def column_unit(self) -> int:
+        """Return the columns that share an exponent."""
+        return MXFP4_GROUP
+
+    def columns(self, begin: int, end: int) -> Self:
+        """Return the columns begin..end."""
+        assert self.scales is not None
+        groups = slice(begin // MXFP4_GROUP, end // MXFP4_GROUP)
+        return type(self)(self.data[:, begin // 2 : end // 2], self.scales[:, groups])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix, by default in bf16, which holds every value exactly."""

@@ -21,7 +21,7 @@ class WeightTensor(ABC):
     scales: Tensor | None = None
     zeros: Tensor | None = None  # zero points, in the shape of `scales`
 
-    is_unpacked: ClassVar[bool] = False  # no backend multiplies the format: floats are packed instead
+    is_requantized: ClassVar[bool] = False  # the option quantization may make another format of it
     suffixes: ClassVar[Mapping[str, str]] = {}  # field -> what follows the weight's name in a file
 
     @property
