@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 from draftproof.errors import ConfigError
+from draftproof.ops import AttentionShape
 from draftproof.ops.triton import compile_ahead
 from draftproof.ops.triton.attention import splitkv
+from draftproof.ops.triton.attention.latent import check_shared_memory
 from draftproof.ops.triton.gemm import autotune
 from draftproof.ops.triton.gemm.cublas import Cublas
 from draftproof.ops.triton.gemm.select import Epilogue, GemmPath, GemmSelector, supports_fused
@@ -35,6 +38,7 @@ from draftproof.ops.triton.gemm.tiles import (
     shared_bytes,
 )
 from draftproof.ops.triton.gemm.weight import PackedLinear, WeightKind
+from draftproof.ops.triton.kernel_utils import Chip
 
 
 def packed(columns: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -94,6 +98,15 @@ def test_span_loop_is_used_where_the_shared_memory_has_room_for_it() -> None:
     assert small.tile(1, 64, bf16).span_loop
     for tile in (small.tile(1, 128, bf16), large.tile(1, 128, torch.float32), large.tile(1, 256, bf16)):
         assert not tile.span_loop and tile.max_programs == splitkv.MAX_SPLIT_PROGRAMS
+
+
+def test_latent_attention_in_fp32_is_refused_by_small_chips() -> None:
+    heads = AttentionShape(num_q=16, num_kv=1, dim=576, scale=0.1, window=0, value_dim=512)
+    small = Chip("RTX 4090", (8, 9), 128, shared_per_program=99 << 10)
+    check_shared_memory(torch.bfloat16, heads, small)
+    check_shared_memory(torch.float32, heads, replace(small, shared_per_program=163 << 10))
+    with pytest.raises(ConfigError, match="RTX 4090 has 101376: use dtype='bfloat16'"):
+        check_shared_memory(torch.float32, heads, small)
 
 
 def test_saved_tiles_are_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

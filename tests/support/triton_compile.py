@@ -36,6 +36,7 @@ from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidat
 from draftproof.ops.contract.kv_layout import KV_FORMATS
 from draftproof.ops.contract.types import ACTIVATIONS
 from draftproof.ops.triton import kernel_utils
+from draftproof.ops.triton.attention.latent import MIN_FP32_SHARED_BYTES
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm.weight import FOUR_BITS, PackedLinear
 from draftproof.ops.triton.graphs import TritonRuntime
@@ -57,6 +58,7 @@ TYPES = {
 CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 120: 99 << 10}.get(CAPABILITY, 227 << 10)
 seen: set[str] = set()
+too_large: list[str] = []  # kernels that do not fit into the shared memory
 
 
 def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
@@ -92,7 +94,8 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
     shape = {k: v for k, v in given.items() if k in ("BM", "BN", "BK", "K", "D", "CHUNK", "SIDE", "BLOCK")}
     resources = f"warps {made.metadata.num_warps} shared {made.metadata.shared}"
     print(f"{self.fn.__name__} {shape} {resources} {kinds} {time.perf_counter() - begun:.1f} s", flush=True)
-    assert made.metadata.shared <= SHARED_BYTES, "does not fit"
+    if made.metadata.shared > SHARED_BYTES:
+        too_large.append(f"{self.fn.__name__} {shape} {resources}")
 
 
 def forward(
@@ -317,7 +320,8 @@ def main() -> None:
             for rows in (1, 4, 64, 600):
                 latent(ops, torch.bfloat16, rows, 16, 0)
                 latent(ops, torch.bfloat16, rows, 128, 1536)
-            latent(ops, torch.float32, 4, 16, 0)
+            if SHARED_BYTES >= MIN_FP32_SHARED_BYTES:
+                latent(ops, torch.float32, 4, 16, 0)
             forward(ops, torch.bfloat16, 1, small, 576, 8192)
             forward(ops, torch.bfloat16, 64, small, 576, 8192)
             forward(ops, torch.bfloat16, 600, small, 576, 8192)
@@ -368,3 +372,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    for line in too_large:
+        print(f"does not fit into {SHARED_BYTES} bytes: {line}")
+    sys.exit(bool(too_large))

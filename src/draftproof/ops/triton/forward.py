@@ -15,7 +15,7 @@ from draftproof.ops.contract.types import Attention, AttentionShape, Layer
 from draftproof.ops.triton import elementwise, kernel_utils
 from draftproof.ops.triton import rope as rope_kernels
 from draftproof.ops.triton.attention import prefill, splitkv
-from draftproof.ops.triton.attention.latent import latent_attention
+from draftproof.ops.triton.attention.latent import check_shared_memory, latent_attention
 from draftproof.ops.triton.fused import layers as fused_kernel
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.autotune import create_tuner
@@ -221,6 +221,7 @@ class TritonForward(TritonLatent, TritonMoe):
     ) -> None:  # fmt: skip
         """Store the result of `attention` to `out`, which may be fp32."""
         if heads.value_dim:
+            check_shared_memory(q.dtype, heads, self._launch.chip)
             latent_attention(q, rows, heads, cache, out, self._partials, self._launch.early(q))
             return
         table, page_size = rows.page_table, cache.shape[2]

@@ -13,14 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftproof.errors import ConfigError
 from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention import online_softmax, splitkv
 from draftproof.ops.triton.attention.splitkv import PartialBuffers
-from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.kernel_utils import Chip, launch_options, next_power_of_two, pdl_sync
 
 KEYS = 32  # keys of one block, which must fit into shared memory twice; determines the bits
 MAX_SPLIT_PROGRAMS = 264  # two per SM of an H200; the spans of a tile are divided up to this number
 MAX_SCRATCH_BYTES = 512 << 20  # of partial results; above it a program handles all spans of its tile
+LARGE_LATENT_WIDTH, MIN_FP32_SHARED_BYTES = 512, 112_704  # of the kernel in fp32 at DeepSeek's width
 MAX_TILE_HEADS = 32  # query heads of one program: their sums stay in registers
 
 
@@ -120,6 +122,16 @@ def latent_attention_kernel(
                 )  # fmt: skip
                 m, total, acc = online_softmax.merge_partials(m, total, acc, m_new, total_new, acc_new)
             online_softmax.store_normalised(m, total, acc, None, out_at, inside)
+
+
+def check_shared_memory(dtype: torch.dtype, heads: AttentionShape, chip: Chip) -> None:
+    """Raise ConfigError if the kernel does not fit into the shared memory of the chip."""
+    is_large = dtype == torch.float32 and padded(heads.value_dim) >= LARGE_LATENT_WIDTH
+    if is_large and chip.shared_per_program < MIN_FP32_SHARED_BYTES:
+        raise ConfigError(
+            f"latent attention in float32 needs {MIN_FP32_SHARED_BYTES} bytes of shared memory, and "
+            f"{chip.name} has {chip.shared_per_program}: use dtype='bfloat16'"
+        )
 
 
 def tile_heads(heads: AttentionShape) -> int:
