@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
+# Python compiles modules when they are first imported: pip would compile 18,000, most of them never used.
+PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 # Compiled files are kept, also where the environment forbids it: otherwise every process compiles the tests again.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -12,8 +14,8 @@ setup: $(STAMP)
 # Torch is installed first, with its range: a plain `torch` would download gigabytes of CUDA packages.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable ".[dev]"
 	@touch $@
 
 demo: setup
@@ -54,7 +56,7 @@ test-multi-gpu:
 
 # The page in the Chromium of this machine (Debian: apt install chromium).
 test-page: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,page]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable ".[dev,page]"
 	$(BIN)/python -m pytest tests/serve/test_page.py tests/page
 
 # Clients of other projects against the server, each in an environment of its own under .clients (needs npm).
@@ -64,6 +66,6 @@ test-clients: setup
 # Replicas on Ray Serve, on this machine, in an environment of its own under .ray.
 test-ray:
 	@test -x .ray/bin/python || $(PYTHON) -m venv .ray
-	.ray/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
-	.ray/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,ray]"
+	.ray/bin/python -m pip install $(PIP_OPTIONS) "torch>=2.11,<2.14"
+	.ray/bin/python -m pip install $(PIP_OPTIONS) --editable ".[dev,ray]"
 	.ray/bin/python -m pytest tests/serve/test_ray.py
