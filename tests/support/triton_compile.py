@@ -241,6 +241,8 @@ def quantized(ops: TritonOps, rows: int, columns: int, depth: int) -> None:
         ("w4a16", nibbles, torch.empty(groups, dtype=torch.float16), zeros),
         ("mxfp4", nibbles, torch.empty((columns, depth // 32), dtype=torch.uint8), None),
     ):
+        if name.startswith("fp8") and CAPABILITY < 89:
+            continue
         packed = ops.forward.pack_quantized(name, data, scales, None, points)
         ops.forward.linear(x, packed)
         ops.forward.linear_act_mul(x, packed)
