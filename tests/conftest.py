@@ -41,9 +41,10 @@ compiler.COMPILE_SECONDS = 120.0  # on a loaded machine
 
 # Test files that take longest, in order: xdist workers that share the files then finish together.
 LONGEST_FILES = (
-    *("exact", "ops_triton", "transformers_smollm2", "grammar_json", "train", "exact_smollm2", "bits"),
-    *("distribution", "examples", "ops_step", "grammar_text", "forward", "train_command", "serve_command"),
-    *("output_table", "supervisor", "llm", "endings_text", "overlap", "sampling", "endings", "cli"),
+    *("exact", "ops_triton", "forward", "train", "grammar_json", "bits", "tensor_parallel", "train_command"),
+    *("exact_smollm2", "ops_step", "transformers_smollm2", "endings", "distribution", "grammar_text", "soak"),
+    *("serve_command", "endings_text", "supervisor", "transformers", "serve_schema", "overlap", "train_mtp"),
+    *("examples", "sampling", "native_mtp", "remote_engine", "output_table", "grammar_masks", "llm", "cli"),
 )
 # Files of tests that take more than a few seconds each; `make test-fast` runs only what they mark as fast.
 SLOW_FILES = frozenset(LONGEST_FILES) | {
@@ -56,12 +57,11 @@ SLOW_FILES = frozenset(LONGEST_FILES) | {
         "deep_queue",
         "device_proposers",
     ),
-    *("draft_model", "exact_controls", "faults", "gguf_blocks", "grammar", "grammar_budget", "grammar_masks"),
-    *("grammar_schemas", "graph_memory", "heads", "hybrid", "plan", "proposer_failures", "remote_engine"),
-    *("serve_hardening", "serve_mixed", "serve_reasoning", "serve_responses", "serve_schema", "serve_tools"),
-    *("serve_tool_formats", "soak", "structural_tag", "thinking_budget", "tool_grammar", "kv_formats"),
-    *("packed_store", "quantize", "quantized_checkpoints", "bench_head", "stubs", "statistics"),
-    *("transformers", "transformers_sampling", "tensor_parallel"),
+    *("draft_model", "exact_controls", "faults", "gguf_blocks", "grammar", "grammar_budget", "statistics"),
+    *("grammar_schemas", "graph_memory", "heads", "hybrid", "plan", "proposer_failures", "serve_tools"),
+    *("serve_hardening", "serve_mixed", "serve_reasoning", "serve_responses", "serve_tool_formats"),
+    *("structural_tag", "thinking_budget", "tool_grammar", "kv_formats", "packed_store", "quantize"),
+    *("quantized_checkpoints", "bench_head", "stubs", "transformers_sampling"),
 }
 # Fixtures and files that need the default model, which is downloaded.
 NETWORK_FIXTURES = frozenset({"smollm2", "smollm2_path"})
