@@ -33,16 +33,18 @@ SYMBOL_NUMBER_BITS = 62
 FunctionIdentity._unique_ids = itertools.count(secrets.randbits(SYMBOL_NUMBER_BITS))
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+# Only kernels call device functions: code to call them from Python would be compiled for each.
+DEVICE_OPTIONS: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def device(fn: Callable[..., Any]) -> Any:
     """Mark a function that kernels call; it is compiled into each of them."""
-    return njit(**OPTIONS)(fn)
+    return njit(**DEVICE_OPTIONS)(fn)
 
 
 def inlined(fn: Callable[..., Any]) -> Any:
     """Mark a small device function that must be inlined, so that constants fold."""
-    return njit(forceinline=True, **OPTIONS)(fn)
+    return njit(forceinline=True, **DEVICE_OPTIONS)(fn)
 
 
 class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
