@@ -29,17 +29,24 @@ def _panel_of(rows: int, bf16: bool) -> Any:
     vectors = VECTORS if has_avx512 or rows == 1 else 1
 
     def build(builder: Any, args: Any) -> None:
-        for first in range(0, VECTORS, vectors):
-            _Pass(builder, args, rows, bf16, range(first, first + vectors)).emit(1 if has_avx512 else UNROLL)
+        if vectors == VECTORS:
+            _Pass(builder, args, rows, bf16, VECTORS).emit(1 if has_avx512 else UNROLL)
+            return
+        a, a_stride, b, b_stride, c, c_stride, steps = args
+        with cgutils.for_range(builder, I64(VECTORS), intp=I64) as loop:
+            from_b = builder.add(b, builder.mul(loop.index, I64(LANES * (2 if bf16 else 4))))
+            from_c = builder.add(c, builder.mul(loop.index, I64(LANES * 4)))
+            part = a, a_stride, from_b, b_stride, from_c, c_stride, steps
+            _Pass(builder, part, rows, bf16, 1).emit(UNROLL)
 
     return op(void, [i64] * 7, build, f"panel_{'bf16' if bf16 else 'fp32'}_{rows}_{vectors}")
 
 
 class _Pass:
-    """Emission of the loop over the steps for some vectors of columns."""
+    """Emission of the loop over the steps for the first vectors of columns."""
 
-    def __init__(self, builder: Any, args: Any, rows: int, bf16: bool, columns: range) -> None:
-        self.builder, self.rows, self.columns = builder, rows, columns
+    def __init__(self, builder: Any, args: Any, rows: int, bf16: bool, vectors: int) -> None:
+        self.builder, self.rows, self.columns = builder, rows, range(vectors)
         self.a, self.a_stride, self.b, self.b_stride, self.c, self.c_stride, self.steps = args
         self.bf16, self.size = bf16, 2 if bf16 else 4
         self.fma = llvm("llvm.fma.v16f32", VF, [VF, VF, VF])
@@ -71,9 +78,8 @@ class _Pass:
             lines.append(self._row(builder.add(base, builder.mul(I64(self.size), index)), count))
         for step in range(count):
             b = builder.add(self.b, builder.mul(self.b_stride, builder.add(index, I64(step))))
-            first, size = self.columns[0] * LANES * self.size, len(self.columns) * LANES * self.size
-            for line in range(0, size, 64):
-                emit_prefetch(builder, builder.inttoptr(builder.add(b, I64(_PREFETCH + first + line)), PTR))
+            for line in range(0, len(self.columns) * LANES * self.size, 64):
+                emit_prefetch(builder, builder.inttoptr(builder.add(b, I64(_PREFETCH + line)), PTR))
             vectors = [self._vector(builder.add(b, I64(LANES * self.size * i))) for i in self.columns]
             for i, slot in enumerate(slots):
                 row, column = divmod(i, len(vectors))
