@@ -39,3 +39,11 @@ def test_few_cases_have_each_level():
         assert {case[name] for case in few} == set(levels)
     assert len(few) < len(cases) / 2
     assert len(each_level(cases, factors=["d", "e"])) == 2
+
+
+def test_expensive_levels_occur_less_but_in_every_pair():
+    costs = {"b": {0: 1, 1: 1, 2: 1, 3: 20}}
+    plain, cheap = pairwise({**FACTORS, "f": range(6)}), pairwise({**FACTORS, "f": range(6)}, costs=costs)
+    uses = [sum(case["b"] == 3 for case in cases) for cases in (plain, cheap)]
+    assert uses[1] < uses[0]
+    assert all({case["f"] for case in cheap if case["b"] == level} == {*range(6)} for level in range(4))

@@ -16,6 +16,7 @@ from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
 from exact import OPTIONS, Batch, Case, Setup, reference_run
 from exact_matrix import (
+    COSTS,
     DEVICE_TEST_METHODS,
     DISTINCT_METHODS,
     EXACT,
@@ -45,7 +46,10 @@ OVERLAP_FACTORS = {
     "arch": ["ernie4_5"],
 }
 OVERLAP_FACTORS |= ONE_MODEL
-OVERLAP_MATRIX = pairwise({**FACTORS, **OVERLAP_FACTORS, "predictions": [False]})
+# Options beside methods are in the matrix of all factors, half of them with overlap.
+OVERLAP_MATRIX = pairwise(
+    {**FACTORS, **OVERLAP_FACTORS, "predictions": [False]}, unrelated=[("option", "method")], costs=COSTS
+)
 
 
 def num_rows(case):

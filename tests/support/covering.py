@@ -23,16 +23,20 @@ def pairs_of(case: Mapping[str, int]) -> set[Pair]:
 
 
 def pairwise(
-    factors: Mapping[str, Sequence[Any]], unrelated: Collection[tuple[str, str]] = ()
+    factors: Mapping[str, Sequence[Any]],
+    unrelated: Collection[tuple[str, str]] = (),
+    costs: Mapping[str, Mapping[Any, float]] | None = None,
 ) -> list[dict[str, Any]]:
     """Return cases: greedily, each from an uncovered pair and the levels that cover most pairs.
 
-    `unrelated`: two factors that no code reads together, whose pairs need not occur.
+    `unrelated`: two factors that no code reads together, whose pairs need not occur. `costs`: relative
+    costs of the levels of a factor; of levels that cover as many pairs, the cheaper ones are used more.
     """
     names = list(factors)
     open_pairs = all_pairs(factors, unrelated)
     cases = []
     uses = {(name, i): 0 for name in names for i in range(len(factors[name]))}
+    prices = {name: [levels[level] for level in factors[name]] for name, levels in (costs or {}).items()}
     while open_pairs:
         a, i, b, j = min(open_pairs, key=lambda p: (-len(factors[p[0]]) * len(factors[p[2]]), p))
         case = {a: i, b: j}
@@ -40,7 +44,8 @@ def pairwise(
             gains = []
             for level in range(len(factors[name])):
                 new = sum(_pair(names, name, level, other, at) in open_pairs for other, at in case.items())
-                gains.append((-new, uses[name, level], level))
+                price = prices[name][level] if name in prices else 1
+                gains.append((-new, (1 + uses[name, level]) * price, level))
             case[name] = min(gains)[2]
         for name, level in case.items():
             uses[name, level] += 1

@@ -46,8 +46,10 @@ FACTORS = {
     "priority": ["equal", "shuffled"],
     "predictions": [False, True],  # every other request has one
 }
+# Most of the time of a case is that of the reference runs of its requests.
+COSTS = {"batch": {1: 2, 2: 3, 7: 7}}
 # An option changes logits rows, which every architecture computes alike.
-MATRIX = pairwise(FACTORS, unrelated=[("option", "arch")])
+MATRIX = pairwise(FACTORS, unrelated=[("option", "arch")], costs=COSTS)
 # The cases of gpt-oss once more, with experts in mxfp4.
 MXFP4_MATRIX = [
     {**case, "arch": "gpt_oss_mxfp4", "quantization": "none"} for case in MATRIX if case["arch"] == "gpt_oss"
@@ -73,7 +75,8 @@ GRAMMAR_MATRIX = pairwise(
         "option": GRAMMAR_OPTIONS,
         "grammar": ["json", "regex", "choice", "reasoning_token", "reasoning_text", "none", *BUDGETS],
         "method": [*DISTINCT_METHODS, *DEVICE_TEST_METHODS],
-    }
+    },
+    costs=COSTS,
 )
 
 
