@@ -69,9 +69,13 @@ NETWORK_FILES = frozenset({"examples", "exact_smollm2", "transformers_smollm2", 
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave slow files unread where `-m` excludes slow tests, unless some tests in them are fast."""
-    is_slow = collection_path.stem.removeprefix("test_") in SLOW_FILES and collection_path.suffix == ".py"
-    if is_slow and "not slow" in config.option.markexpr:
+    """Leave files unread whose tests `-m` excludes: slow ones, unless some tests in them are fast."""
+    name, excluded = collection_path.stem.removeprefix("test_"), config.option.markexpr
+    if "not gpu" in excluded and collection_path.parent.name == "gpu":
+        return True
+    if "not network" in excluded and name in NETWORK_FILES and collection_path.suffix == ".py":
+        return True
+    if "not slow" in excluded and name in SLOW_FILES and collection_path.suffix == ".py":
         return "mark.fast" not in collection_path.read_text() or None
     return None
 
