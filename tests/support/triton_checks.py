@@ -8,6 +8,7 @@ bits of a GPU are checked by `bench/micro/gpu/op_times.py`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -90,6 +91,42 @@ def _patch_tensor(tensor, scope):  # type: ignore[no-untyped-def]
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+# Types of tensors are made anew at each operation, which took a quarter of the time.
+_types: dict[Any, dict[str, Any]] = {}  # element type and shape -> attributes of the block type
+_numpy_types: dict[str, np.dtype] = {}
+
+
+def _init_block_type(self, element_ty, shape):  # type: ignore[no-untyped-def]
+    pointer = (element_ty.address_space, element_ty.const) if element_ty.is_ptr() else None
+    sizes = (size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    key = element_ty.name, pointer, *sizes
+    if key not in _types:
+        _plain_block_type(self, element_ty, shape)
+        tensor = tl.tuple([tl.constexpr(size) for size in self.shape]), tl.constexpr(self.numel)
+        _types[key] = {**vars(self), "tensor": tensor}
+    self.__dict__.update(_types[key])
+
+
+_SCALAR = tl.tuple([]), tl.constexpr(1)  # shape and number of elements
+
+
+def _init_tensor(self, handle, type):  # type: ignore[no-untyped-def]
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = type.tensor if type.is_block() else _SCALAR
+
+
+def _numpy_type(kind):  # type: ignore[no-untyped-def]
+    scalar = kind.scalar
+    if scalar.name not in _numpy_types:
+        _numpy_types[scalar.name] = _plain_numpy_type(scalar)
+    return _numpy_types[scalar.name]
+
+
+_plain_block_type, tl.block_type.__init__ = tl.block_type.__init__, _init_block_type
+tl.tensor.__init__ = _init_tensor
+_plain_numpy_type, interpreter._get_np_dtype = interpreter._get_np_dtype, _numpy_type
+
+
 class _Launch:
     """Patches of the language during one launch.
 
@@ -129,6 +166,8 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 def run_checks(checks: dict[str, Callable[[], None]], only: Iterable[str] = ()) -> None:
     """Print the failure of each check, "" if there is none, as JSON on the last line."""
+    gc.freeze()
+    gc.set_threshold(50_000)  # the interpreter makes many objects, and few cycles
     results = {}
     for name in only or checks:
         start, results[name] = time.perf_counter(), ""
