@@ -24,6 +24,8 @@ from draftproof.ops.triton.moe.routing import MAX_EXPERT_TILES, Assignment
 from draftproof.ops.triton.quantized.gemm import format_constants, products
 from draftproof.ops.triton.quantized.rows import QuantizedRows
 
+FP32_STAGES = 2  # of tiles of 4-bit weights beside rows in fp32
+
 
 @triton.jit
 def pairs_of_item(item, experts, order, counts, items, R, BM: tl.constexpr, HAS_LIST: tl.constexpr):
@@ -122,12 +124,14 @@ def expert_linear(
     num_items = rows * top_k if found.items is None else len(found.items) - 1
     parts = packed.bias, scales, packed.scales, packed.zeros  # an absent part is not read
     lists = found.order, found.counts, found.items
+    # Rows in fp32 beside 4-bit weights take twice the shared memory that tiles are chosen by.
+    stages = FP32_STAGES if packed.half and values.dtype == torch.float32 else tile.stages
     expert_linear_kernel[(num_items * triton.cdiv(columns, tile.bn),)](
         values, packed.weight, *(out if part is None else part for part in parts), found.experts,
         *(found.experts if part is None else part for part in lists), out, rows, columns,
         packed.depth, packed.columns, TOP_K=top_k, GATE_UP=is_gate_up, HAS_LIST=found.items is not None,
         ACTIVATION=activation or "", **format_constants(values, packed, tile),
         FIRST=0 if part is None else part.first, LAST=0 if part is None else part.first + part.count,
-        **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False),
+        **launch_options(pdl, num_warps=tile.warps, num_stages=stages, enable_fp_fusion=False),
     )  # fmt: skip
     return out
