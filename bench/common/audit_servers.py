@@ -1,7 +1,7 @@
 """Servers of this project for `bench/audit.py ours`: every proposer and strategy, as `draftproof serve` runs.
 
-`smollm2`: the default model. `tiny`: random weights, with an MTP layer in the checkpoint and a draft model,
-for proposers that need one. A tied LM head repeats tokens, so that drafts are accepted.
+`smollm2`: the default model. `tiny`: random weights, with an MTP layer in the checkpoint, a draft model and
+an EAGLE head, for proposers that need one. A tied LM head repeats tokens, so that drafts are accepted.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ SERVERS: Mapping[str, Server] = {
     "tiny suffix": Server("tiny", SUFFIX),
     "tiny draft_model": Server("tiny", {"method": "draft_model", "model": "draft", **FIXED}),
     "tiny mtp": Server("tiny", {"method": "mtp", **FIXED}),
+    "tiny eagle": Server("tiny", {"method": "eagle", "model": "eagle", **FIXED}),
     "tiny hybrid": Server("tiny", {"method": "hybrid", "proposers": [SUFFIX, NGRAM]}),
     "tiny ngram rejection": Server("tiny", {**NGRAM, **FIXED, "verify_strategy": "rejection"}),
     "tiny draft_model rejection": Server(
@@ -76,11 +77,11 @@ SERVERS: Mapping[str, Server] = {
 def ours(budget_tokens: int, cases: Collection[str] | None) -> Iterator[tuple[str, Report]]:
     """Audit each server."""
     with tempfile.TemporaryDirectory() as name:
-        target, draft = write_models(Path(name))
+        target = write_models(Path(name))
         for case, server in SERVERS.items():
             if cases is not None and case not in cases:
                 continue
-            config = speculative_config(server, draft)
+            config = speculative_config(server, target.parent)
             options = ["--device", "cpu", "--max-num-seqs", "16", "--max-model-len", str(MAX_TOKENS)]
             options += ["--speculative-config", config]
             model = str(target) if server.model == "tiny" else DEFAULT_MODEL
@@ -95,23 +96,26 @@ def ours(budget_tokens: int, cases: Collection[str] | None) -> Iterator[tuple[st
             yield case, report
 
 
-def speculative_config(server: Server, draft: Path) -> str:
-    """Return the value of `--speculative-config`."""
+def speculative_config(server: Server, folder: Path) -> str:
+    """Return the value of `--speculative-config`; `folder` holds the drafters."""
     if server.speculation is None:
         return "off"
     speculation = {"num_speculative_tokens": 4, **server.speculation}
-    if speculation.get("model") == "draft":
-        speculation["model"] = str(draft)
+    if "model" in speculation:
+        speculation["model"] = str(folder / speculation["model"])
     return json.dumps(speculation)
 
 
-def write_models(folder: Path) -> tuple[Path, Path]:
-    """Write a tiny model with an MTP layer, and a draft model with almost the same weights."""
+def write_models(folder: Path) -> Path:
+    """Write a tiny model with an MTP layer and return its folder; write its draft model and EAGLE head.
+
+    The draft model has almost the same weights, the EAGLE head is the first layer of the model.
+    """
     sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests" / "support"))
     from serving import make_folder
 
     made = []
-    for name in ("target", "draft"):
+    for name in ("target", "draft", "eagle"):
         (folder / name).mkdir()
         path = make_folder(folder / name) / "config.json"
         config = {**json.loads(path.read_text()), "max_position_embeddings": MAX_TOKENS, "dtype": "float32"}
@@ -119,7 +123,7 @@ def write_models(folder: Path) -> tuple[Path, Path]:
             config["num_nextn_predict_layers"] = 1
         path.write_text(json.dumps(config))
         made.append(folder / name)
-    target, draft = made
+    target, draft, eagle = made
     config, _ = load_config(draft)
     weights = dummy_tensors(config, torch.float32, 5)
     generator = torch.Generator().manual_seed(7)
@@ -128,7 +132,12 @@ def write_models(folder: Path) -> tuple[Path, Path]:
         k: t + DRAFT_NOISE * t.std() * torch.randn(t.shape, generator=generator) for k, t in weights.items()
     }
     save_file(moved, draft / "model.safetensors")
-    return target, draft
+    layer = {k.removeprefix("model."): t for k, t in weights.items() if k.startswith("model.layers.0.")}
+    hidden = config.hidden_size
+    joined = torch.cat([torch.eye(hidden), 0.02 * torch.randn((hidden, hidden), generator=generator)], dim=1)
+    norm = weights["model.norm.weight"]
+    save_file({**layer, "fc.weight": joined, "norm.weight": norm}, eagle / "model.safetensors")
+    return target
 
 
 def mtp_layer(folder: Path, generator: torch.Generator) -> dict[str, torch.Tensor]:
