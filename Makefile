@@ -47,7 +47,7 @@ bench: setup
 
 # On a machine with a GPU, with its own python: needs torch, triton, pytest and what pyproject.toml lists.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu/test_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu --ignore tests/gpu/test_train_gpu.py --ignore tests/gpu/test_multi_gpu.py
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu/test_train_gpu.py
 
 # On a machine with at least 2 GPUs, with its own python: tensor parallelism over NCCL.

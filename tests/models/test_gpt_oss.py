@@ -23,6 +23,7 @@ from draftproof.models.load import load_checkpoint
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.models.tensor_sizes import stored_tensors
+from draftproof.models.weight_formats import quantize_linears, used_formats
 from draftproof.models.weights import low_bit
 from draftproof.ops import resolve
 from draftproof.sampling_params import SamplingParams
@@ -172,6 +173,21 @@ def serve(
         speculative=SpeculativeConfig.parse(drafts) if drafts else None,
     )
     return tiny.run(Engine(config, load_checkpoint(folder, dtype=dtype)), requests)
+
+
+def test_quantization_none_unpacks_the_experts(tmp_path: Path) -> None:
+    write(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
+    served = [
+        serve(tmp_path, [tiny.request(0, params)], dtype="float32", quantization=name)["0"].same()
+        for name in ("auto", "none")
+    ]
+    assert served[0] == served[1]  # in fp32 the unpacked weight has the bits of the stored one
+    found = load_checkpoint(tmp_path)
+    ops = resolve("cpu", CPU)
+    assert used_formats(found.weights, ops) == "mxfp4"
+    quantize_linears(found.weights, "none", ops)
+    assert used_formats(found.weights, ops) == ""
 
 
 @pytest.mark.parametrize("quantization", ["auto", "fp8"])

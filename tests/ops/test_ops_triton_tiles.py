@@ -79,8 +79,8 @@ def test_default_tiles_fit_into_the_shared_memory(max_shared_bytes: int) -> None
         ("experts", 8),
         ("experts_gate_up", 8),
     )
+    kinds = ("bf16", "fp32", *QUANTIZED_TILES)
     for variant, top_k in variants:
-        kinds = ("bf16", "fp32", "w8a8", "fp8") if top_k else ("bf16", "fp32", *QUANTIZED_TILES)
         for kind, columns, rows in product(kinds, (512, 4096, 8192, 1 << 20), ROW_BUCKETS):
             key = TileKey(variant, columns, 4096, kind, rows, 16 * top_k, top_k)
             tiles = autotune.candidate_tiles(key, max_shared_bytes)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -325,6 +327,25 @@ def test_client_that_never_reads_is_dropped_and_others_are_served(
             assert running.complete("one", max_tokens=5).choices[0].text is not None
             wait_for(lambda: running.app.state.metrics.disconnects == 1)
         wait_for(lambda: running.llm.num_open == 0)
+
+
+def test_large_response_is_sent_in_pieces_with_a_time_limit_each() -> None:
+    """A client that reads slowly but steadily receives the whole response."""
+    guard = SimpleNamespace(settings=SimpleNamespace(request_seconds=60.0))
+    ended: list[bool] = []
+    admission = SimpleNamespace(end=lambda: ended.append(True))
+    client = request_guard.ClientMonitor(None, guard, admission)  # type: ignore[arg-type]
+    body, pieces, starts = bytes(range(256)) * 4000, [], []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            pieces.append(message["body"])
+            starts.append(client.sending_since)
+
+    asyncio.run(io.send_last(send, body, client))
+    assert b"".join(pieces) == body and max(map(len, pieces)) <= io.PIECE_BYTES and ended == [True]
+    timed, last = starts[:-1], starts[-1]
+    assert len(set(timed)) == len(timed) >= 4 and None not in timed and last is None
 
 
 def test_incomplete_or_large_headers_close_the_connection(folder: Any, monkeypatch: MonkeyPatch) -> None:

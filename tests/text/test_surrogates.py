@@ -136,7 +136,14 @@ REFUSED = [
     r"(x|\ud83c)",
     r"[\ud800-\udbff][\udc00-\udfff]|[^\ud800-\udfff]",  # how JavaScript writes any character
 ]
-ACCEPTED = [r"[^\ud800-\udfff]", r"[\u0000-\uffff]", r"[a\-\ue000]", r"\ud7ff", r"[\ud7ff-\udfff]"]
+ACCEPTED = [
+    r"[^\ud800-\udfff]",
+    r"[^\u0000-\ud7ff\ud800-\udfff]",
+    r"[\u0000-\uffff]",
+    r"[a\-\ue000]",
+    r"\ud7ff",
+    r"[\ud7ff-\udfff]",
+]
 
 
 def structures(pattern: str) -> list[dict[str, Any]]:

@@ -133,8 +133,13 @@ def quantize_linears(weights: dict[str, WeightTensor], quantization: str, ops: O
 def linear_quantizer(
     weights: Mapping[str, WeightTensor], quantization: str, ops: Ops
 ) -> Callable[[str, WeightTensor], WeightTensor]:
-    """Return the function that quantises a weight of a linear layer; others are returned unchanged."""
+    """Return the function that quantises a weight of a linear layer; others are returned unchanged.
+
+    With "none" every quantised weight is unpacked.
+    """
     quantize = quantizer(quantization, ops)
+    if quantization == "none":
+        return lambda name, weight: _unpacked(weight)
     if quantize is None:
         return lambda name, weight: weight
     if stored := {w.format for w in weights.values() if not _is_quantizable(w)}:
@@ -155,6 +160,11 @@ def linear_quantizer(
             raise LoadError(f"{name} cannot be quantised: {error}") from error
 
     return quantized
+
+
+def _unpacked(weight: WeightTensor) -> WeightTensor:
+    """Return a weight as floats."""
+    return weight if isinstance(weight, FloatWeight) else FloatWeight(weight.dequantize())
 
 
 def _is_quantizable(weight: WeightTensor) -> bool:

@@ -173,6 +173,7 @@ class DraftRounds:
         return Draft(self.draft_rows.tokens.t(), self.draft_rows.count, logprobs, probs, ranking=ranking)
 
     def _ranking(self) -> DraftRanking:
+        """Stack the ranks and likeliest tokens of all rounds."""
         first = self._rankings[0]
         return DraftRanking(
             self._stack([one.ranks for one in self._rankings], torch.zeros_like(first.ranks)),

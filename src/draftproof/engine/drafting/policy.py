@@ -144,6 +144,7 @@ class DraftPolicy:
         if not self.run_ahead.asynchronous:
             rows = len(slots) + int(drafts.sum())
             row_seconds = self.cost.row_seconds(rows + 1) - self.cost.row_seconds(rows)
+            row_seconds += self.cost.draft_context_seconds(len(slots), keys)
             return DraftDecision(drafts, max_drafts, self._round_costs.in_tokens(len(slots), row_seconds))
         if model.is_member and not (drafts.astype(np.bool_) & ~self._is_copying[slots]).any():
             return DraftDecision(drafts)

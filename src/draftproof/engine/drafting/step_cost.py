@@ -189,8 +189,12 @@ class StepCost:
         if not self._per_draft_key:
             return self.table
         made = self.table.copy()
-        made[1] += self._per_draft_key * keys / requests * np.maximum(made[0] - requests, 0)
+        made[1] += self.draft_context_seconds(requests, keys) * np.maximum(made[0] - requests, 0)
         return made
+
+    def draft_context_seconds(self, requests: int, keys: int) -> float:
+        """Return the seconds that the context of a request adds to one of its drafts, as a mean."""
+        return self._per_draft_key * keys / requests if requests else 0.0
 
     def row_seconds(self, rows: int) -> float:
         """Return the seconds of a step without context; more rows than timed cost as many as timed."""

@@ -57,7 +57,8 @@ class SplitWeights:
         formats = {}
         for name, weight in weights.items():
             stored = weight.format
-            if isinstance(weight, FloatWeight) and not keeps_stored_dtype(name, cuts.sharding.model):
+            is_float = isinstance(weight, FloatWeight) or quantization == "none"
+            if is_float and not keeps_stored_dtype(name, cuts.sharding.model):
                 stored = FLOAT_NAMES[cuts.dtype]
             formats[name] = quantized_format(name, weight, quantization, ops) or stored
         return cls(cuts, {name: weight.shape for name, weight in weights.items()}, formats, ranks, vocabulary)

@@ -17,6 +17,7 @@ from draftproof.serve.http.request_guard import ClientDisconnected, ClientMonito
 from draftproof.serve.settings import Settings
 
 MAX_INLINE_BODY_BYTES = 256 << 10  # larger bodies are decoded in a thread, not on the event loop
+PIECE_BYTES = 256 << 10  # of a large response: a client has `stall_seconds` to read each piece
 MAX_UNWATCHED_BYTES = 64 << 10  # of a response that no client delays: it is in the socket's buffers
 LINGER_SECONDS = 5.0  # for the rest of a body that is not used
 T = TypeVar("T")
@@ -136,7 +137,9 @@ async def send_last(send: Send, body: bytes, client: ClientMonitor) -> None:
         return
     headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body[:-1], "more_body": True})
+    for start in range(0, len(body) - 1, PIECE_BYTES):
+        piece = body[start : min(start + PIECE_BYTES, len(body) - 1)]
+        await client.send(send, {"type": "http.response.body", "body": piece, "more_body": True})
     await client.complete_when_read(send)
     await send({"type": "http.response.body", "body": body[-1:]})
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Send
 
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.request_log import NO_KEY, RequestRecord
@@ -66,10 +66,14 @@ class ClientMonitor:
 
     async def complete_when_read(self, send: Send) -> None:
         """Wait until the client has read what exceeds the buffers of its socket; then end the count."""
-        self.sending_since = time.monotonic()
-        await send({"type": "http.response.body", "body": b"", "more_body": True})
-        self.sending_since = None
+        await self.send(send, {"type": "http.response.body", "body": b"", "more_body": True})
         self.complete()
+
+    async def send(self, send: Send, message: Message) -> None:
+        """Send a part of the response, after the client has read most of the parts before it."""
+        self.sending_since = time.monotonic()
+        await send(message)
+        self.sending_since = None
 
     def cancel(self, reason: CancelReason) -> None:
         """Cancel the request's task, unless the response is complete."""

@@ -240,7 +240,7 @@ def unpack(data: bytes, bounds: Bounds) -> tuple[Header, dict[str, NDArray[Any]]
         _check_stats(header, found)
     if header.sets or header.set_rows or header.set_cells:
         _check_sets(header, found, bounds)
-    if header.drafts:
+    if header.drafts or header.draft_tops:
         _check_drafts(header, found, bounds)
     if header.embeddings or header.embedding_size:
         _check_embeddings(header, found)

@@ -93,23 +93,32 @@ def names_a_surrogate(grammar: str) -> bool:
 
 
 def _begins_with_a_surrogate(characters: str) -> bool:
+    """Return whether a character set, without its brackets, begins inside the surrogates."""
     is_negated = characters.startswith("^")
     ranges = [
         (_code(found[1]), _code(found[2] or found[1])) for found in _RANGE.finditer(characters[is_negated:])
     ]
     if is_negated:
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted(ranges):
+            if merged and low <= merged[-1][1] + 1:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+            else:
+                merged.append((low, high))
         return any(
-            low <= FIRST_OF_LEAD and FIRST_SURROGATE - 1 <= high < LAST_SURROGATE for low, high in ranges
+            low <= FIRST_OF_LEAD and FIRST_SURROGATE - 1 <= high < LAST_SURROGATE for low, high in merged
         )
     return any(_is_surrogate(low) for low, _ in ranges)
 
 
 def _code(character: str) -> int:
+    """Return the code point of a character or of its escape."""
     found = _CODE.fullmatch(character)
     return int(found[1], 16) if found else ord(character[-1])
 
 
 def _is_surrogate(code: int) -> bool:
+    """Return whether a code point is half of a pair of UTF-16."""
     return FIRST_SURROGATE <= code <= LAST_SURROGATE
 
 

@@ -65,7 +65,7 @@ TILES = (
     (8, SplitTile(16, 4, 3, span_loop=True, merges_rows=True, max_programs=528)),
     (1 << 30, SplitTile(16, 2, 3)),
 )
-BLOCK_LOOP_TILE = SplitTile(16, 4, 2)  # of fp32, wide heads, and chips with too little shared memory
+BLOCK_LOOP_TILE = SplitTile(16, 4, 2)  # of fp32 and wide heads
 MAX_SPAN_LOOP_WIDTH = 128  # elements of a head: a wider span loop would take long to compile
 SPAN_LOOP_BUFFERS, SPAN_LOOP_EXTRA_BYTES = 8, 12 << 10  # [SPAN, width] bytes in flight, queries and scores
 

@@ -145,6 +145,7 @@ class TileTuner:
         return found
 
     def _candidates(self, key: TileKey) -> list[Tile]:
+        """Return the tiles to measure on this chip."""
         return candidate_tiles(key, self._table.max_shared_bytes)
 
     def _fastest(self, key: TileKey, rows: int, weights: list[PackedLinear]) -> Tile:

@@ -133,17 +133,17 @@ class CompletionHandler:
             if parsed.stream:
                 encoder = route.encoder(builder)
                 outputs = await self._send_stream(builder, encoder, record, client, response)
+                self._record_outputs(parsed, outputs, record)
             else:
-                outputs = await self._send_whole(builder, record, client, response)
+                await self._send_whole(builder, record, client, response)
         except RequestError as error:
             if error.param == "structured_outputs":
                 error.param = parsed.structure_option
             raise
-        self._record_outputs(parsed, outputs, record)
 
     async def _send_whole(
         self, builder: ResponseBuilder, record: RequestRecord, client: ClientMonitor, response: ResponseStream
-    ) -> list[RequestOutput]:
+    ) -> None:
         parsed = builder.parsed
         calls = [
             self._llm.generate({"prompt_token_ids": prompt.ids}, parsed.params, request_id=f"{record.id}/{p}")
@@ -159,8 +159,8 @@ class CompletionHandler:
         is_large = builder.parsed.num_logprob_entries > MAX_INLINE_LOGPROBS
         data = await in_thread_if(is_large, lambda: msgspec.json.encode(builder.whole(outputs)))
         record.status = 200
+        self._record_outputs(parsed, outputs, record)
         await send_last(response.send, data, client)
-        return outputs
 
     def generation_error(self, reason: str | None, error: str | None) -> ApiError:
         """Return the HTTP error of a request that failed or was aborted."""
