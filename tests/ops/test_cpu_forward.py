@@ -246,8 +246,9 @@ def test_kernels_of_all_block_layouts_have_keys_of_their_own() -> None:
 
 def test_kernels_of_all_decoded_formats_have_keys_of_their_own() -> None:
     cases = list(product(decoded.FORMATS, (False, True)))
-    for make_kernel in (decoded.make_linear, decoded.quantize_rows):
-        assert len({_closure_key(make_kernel(*case).fn) for case in cases}) == len(cases)
+    assert len({_closure_key(decoded.make_linear(*case).fn) for case in cases}) == len(cases)
+    cases = [case for case in cases if case[0] != "mxfp4"]  # its rows are those of `w4a16`
+    assert len({_closure_key(decoded.quantize_rows(*case).fn) for case in cases}) == len(cases)
 
 
 def test_rows_are_rounded_to_e4m3_as_torch_does() -> None:

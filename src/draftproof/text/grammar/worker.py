@@ -28,6 +28,7 @@ _PARTS = re.compile(r'Regex\("((?:\\.|[^"\\])*)"|"((?:\\.|[^"\\])*)"|\[((?:\\.|[
 _SETS = re.compile(r"\[((?:\\.|[^\]\\])*)\]", re.DOTALL)
 _CHARACTER = r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\U[0-9A-Fa-f]{8}|\\x[0-9A-Fa-f]{2}|\\.|[^\\]"
 _RANGE = re.compile(rf"({_CHARACTER})(?:-({_CHARACTER}))?", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|x([0-9A-Fa-f]{2}))|(.))", re.DOTALL)
 _CODE = re.compile(r"\\[uUx]\{?([0-9A-Fa-f]+)\}?")
 FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
 FIRST_OF_LEAD = 0xD000  # first character whose UTF-8 begins with the byte of a surrogate
@@ -83,13 +84,19 @@ def names_a_surrogate(grammar: str) -> bool:
         if characters is not None and _begins_with_a_surrogate(characters):
             return True
         if pattern is not None:
-            pattern = pattern.encode().decode("unicode_escape")
+            pattern = _ESCAPE.sub(_unescaped, pattern)
             if any(_begins_with_a_surrogate(found[1]) for found in _SETS.finditer(pattern)):
                 return True
             text = _SETS.sub("", pattern)
         if text is not None and any(_is_surrogate(_code(found[0])) for found in _RANGE.finditer(text)):
             return True
     return False
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """Return the character of an escape sequence of a text."""
+    code = escape[1] or escape[2] or escape[3]
+    return chr(int(code, 16)) if code else str(escape[4])
 
 
 def _begins_with_a_surrogate(characters: str) -> bool:
