@@ -1,4 +1,4 @@
-"""Write one tiny random Llama as a GGUF file, a GGUF draft and a Hugging Face folder, with a real tokenizer.
+"""Write one tiny random Llama and a draft as GGUF files and Hugging Face folders, with a real tokenizer.
 
     python tiny_model.py SmolLM2.gguf OUT_FOLDER
 
@@ -154,6 +154,7 @@ def main() -> None:
     noisy = {k: v if v.ndim == 1 else v + DRAFT_NOISE * v.std() * rng.standard_normal(v.shape).astype(np.float32)
              for k, v in tensors.items()}  # fmt: skip
     write_gguf(out / "draft.gguf", noisy, tokenizer)
+    write_folder(out / "draft", noisy, tokenizer)
     print(len(tokens), "tokens", len(merges), "merges", tokens[:4], tokens[20:24], tokens[-3:])
 
 

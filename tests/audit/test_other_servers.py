@@ -173,6 +173,23 @@ def test_stop_string_may_stay_in_the_text_and_nothing_behind_it(extra_tokens: in
     assert (report.result("agreement").status is Status.VIOLATED) == bool(extra_tokens)
 
 
+def test_stop_string_that_is_removed_without_an_end_is_a_violation() -> None:
+    """Check a server that removes the stop string from the text and continues, as mlx_lm.server."""
+    server = StubServer(StubModel(3), entropy=5)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else {}
+        stops = body.pop("stop", None)
+        if not stops:
+            return server.handle(request)
+        made = json.loads(server.handle(httpx.Request(request.method, request.url, json=body)).content)
+        made["choices"][0]["text"] = made["choices"][0]["text"].replace(stops[0], "")
+        return httpx.Response(200, json=made)
+
+    report = audit(STUB_URL, transport=httpx.MockTransport(handle), plan=PLAN, only=["options"])
+    assert report.result("stop").status is Status.VIOLATED
+
+
 @pytest.mark.parametrize(("is_faulty", "status"), [(False, Status.EXACT), (True, Status.DIFFERS)])
 def test_greedy_outputs_are_compared_with_those_without_speculation(is_faulty: bool, status: Status) -> None:
     server = StubServer(StubModel(3), entropy=5)

@@ -78,6 +78,9 @@ def _stop(context: Context, base: Answer) -> Result:
         return Result("stop", STOP, Status.DIFFERS, detail, tokens, findings=[finding])
     if stop in answer.text or (answer.text == text and cut != text):
         return Result("stop", STOP, Status.VIOLATED, "text after the stop string", tokens, findings=[finding])
+    if answer.text.rstrip() == text.replace(stop, "").rstrip() != cut.rstrip():
+        detail = "the stop string is removed, and text after it is returned"
+        return Result("stop", STOP, Status.VIOLATED, detail, tokens, findings=[finding])
     if answer.text.rstrip() == cut.rstrip() and answer.finish_reason == "stop":
         return Result("stop", STOP, Status.EXACT, f"ends before {stop!r}", tokens)
     if cut.startswith(answer.text.rstrip()) and answer.text.rstrip() != cut.rstrip():
