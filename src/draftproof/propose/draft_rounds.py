@@ -49,7 +49,6 @@ class DraftRounds:
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.spec: DraftSpec = batch.spec
         self.draft_rows = ops.rounds.plan_draft_rows(batch, last, batch.spec.rounds, lag, page_size)
-        self._logprobs: list[Tensor] = []
         self._rankings: list[TokenLogprobs] = []
         self._probs: list[Tensor] = []
         self.draft_probs: Tensor | None = None  # [B] the model's probability of each entry's last draft
@@ -111,12 +110,11 @@ class DraftRounds:
             entries = torch.arange(len(token), device=token.device)
             rows = torch.where(windows.slot >= 0, entries, -1)
             self._rankings.append(self.ops.sampling.logprobs(logprobs, rows, token, self.spec.top))
+            if self.draft_probs is None and not self.spec.needs_probs:
+                return
         logprobs = logprobs - self.ops.sampling.logsumexp(logprobs)[:, None]
-        draft_logprob = logprobs.gather(1, token[:, None])[:, 0]
         if self.draft_probs is not None:
-            self.draft_probs.copy_(draft_logprob.exp())
-        if self.spec.needs_logprobs:
-            self._logprobs.append(self._rankings[-1].values[:, 0])
+            self.draft_probs.copy_(logprobs.gather(1, token[:, None])[:, 0].exp())
         if self.spec.needs_probs:
             certain = torch.zeros_like(logprobs).scatter_(1, token[:, None], 1.0)
             sampled = (temperature > 0)[:, None] & (not self.greedy)
@@ -165,11 +163,11 @@ class DraftRounds:
             tokens = self.draft_rows.tokens.t().tolist()
             drafts = [line[:count] for line, count in zip(tokens, self._count, strict=True)]
             self._calibration.record(self.columns, self._lines, drafts, self._bins)
-        logprobs = None
-        if self._logprobs:
-            logprobs = self._stack(self._logprobs, torch.full_like(self._logprobs[0], math.nan))
+        logprobs = ranking = None
+        if self._rankings:
+            own = [one.values[:, 0] for one in self._rankings]
+            logprobs, ranking = self._stack(own, torch.full_like(own[0], math.nan)), self._ranking()
         probs = self._stack(self._probs, torch.zeros_like(self._probs[0])) if self._probs else None
-        ranking = self._ranking() if self._rankings else None
         return Draft(self.draft_rows.tokens.t(), self.draft_rows.count, logprobs, probs, ranking=ranking)
 
     def _ranking(self) -> DraftRanking:

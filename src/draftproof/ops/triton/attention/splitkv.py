@@ -67,7 +67,8 @@ TILES = (
 )
 BLOCK_LOOP_TILE = SplitTile(16, 4, 2)  # of fp32 and wide heads
 MAX_SPAN_LOOP_WIDTH = 128  # elements of a head: a wider span loop would take long to compile
-SPAN_LOOP_BUFFERS, SPAN_LOOP_EXTRA_BYTES = 8, 12 << 10  # [SPAN, width] bytes in flight, queries and scores
+SPAN_LOOP_ELEMENT_BYTES = 8  # of shared memory: keys and values in bf16 of two spans
+SPAN_LOOP_EXTRA_BYTES = 12 << 10  # queries and scores
 
 
 @triton.jit
@@ -278,7 +279,7 @@ class SplitKVAttention:
     def tile(self, num_rows: int, width: int, dtype: torch.dtype) -> SplitTile:
         """Return the configuration for `num_rows` rows of queries of `dtype` and heads of `width`."""
         tile = next(tile for limit, tile in TILES if num_rows <= limit)
-        shared = SPAN_LOOP_BUFFERS * SPAN * width + SPAN_LOOP_EXTRA_BYTES
+        shared = SPAN_LOOP_ELEMENT_BYTES * SPAN * width + SPAN_LOOP_EXTRA_BYTES
         if dtype == torch.float32 or width > MAX_SPAN_LOOP_WIDTH:
             return BLOCK_LOOP_TILE._replace(warps=tile.warps)
         if tile.span_loop and shared > self._max_shared_bytes:
