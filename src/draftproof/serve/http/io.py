@@ -139,7 +139,7 @@ async def send_last(send: Send, body: bytes, client: ClientMonitor) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(body) - 1, PIECE_BYTES):
         piece = body[start : min(start + PIECE_BYTES, len(body) - 1)]
-        await client.send(send, {"type": "http.response.body", "body": piece, "more_body": True})
+        await client.limit_send(send({"type": "http.response.body", "body": piece, "more_body": True}))
     await client.complete_when_read(send)
     await send({"type": "http.response.body", "body": body[-1:]})
 

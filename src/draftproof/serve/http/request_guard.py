@@ -7,11 +7,11 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from starlette.types import Message, Receive, Send
+from starlette.types import Receive, Send
 
 from draftproof.serve.http.errors import ApiError
 from draftproof.serve.http.request_log import NO_KEY, RequestRecord
@@ -66,13 +66,13 @@ class ClientMonitor:
 
     async def complete_when_read(self, send: Send) -> None:
         """Wait until the client has read what exceeds the buffers of its socket; then end the count."""
-        await self.send(send, {"type": "http.response.body", "body": b"", "more_body": True})
+        await self.limit_send(send({"type": "http.response.body", "body": b"", "more_body": True}))
         self.complete()
 
-    async def send(self, send: Send, message: Message) -> None:
-        """Send a part of the response, after the client has read most of the parts before it."""
+    async def limit_send(self, sending: Awaitable[None]) -> None:
+        """Await `sending` a part of the response; the client has `stall_seconds` to read earlier parts."""
         self.sending_since = time.monotonic()
-        await send(message)
+        await sending
         self.sending_since = None
 
     def cancel(self, reason: CancelReason) -> None:

@@ -200,9 +200,7 @@ class CompletionHandler:
                     except GenerationFailed as error:
                         failure = error
                     if out:
-                        client.sending_since = time.monotonic()
-                        await response.write(bytes(out))
-                        client.sending_since = None
+                        await client.limit_send(response.write(bytes(out)))
                     if failure is not None:
                         raise self.generation_error(failure.reason, failure.error)
         finally:
