@@ -45,10 +45,13 @@ docs: setup
 bench: setup
 	$(BIN)/python bench/cpu.py
 
-# On a machine with a GPU, with its own python: needs torch, triton, pytest and what pyproject.toml lists.
+# On a machine with a GPU, with its own python: needs torch, triton, pytest, pytest-xdist and what pyproject.toml
+# lists. Tests of the whole GPU's memory and of training run alone.
+GPU_ALONE := tests/gpu/test_sleep_gpu.py tests/gpu/test_train_gpu.py
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu --ignore tests/gpu/test_train_gpu.py --ignore tests/gpu/test_multi_gpu.py
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu/test_train_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest -p no:benchmark -n 8 tests/gpu --ignore tests/gpu/test_multi_gpu.py \
+		$(addprefix --ignore ,$(GPU_ALONE))
+	PYTHONPATH=src $(PYTHON) -m pytest $(GPU_ALONE)
 
 # On a machine with at least 2 GPUs, with its own python: tensor parallelism over NCCL.
 test-multi-gpu:

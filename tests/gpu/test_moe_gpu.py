@@ -90,6 +90,8 @@ def mixture(ops: Any, shape: str, name: str = "bf16", has_shared: bool = False) 
 def test_row_has_the_same_bits_at_every_number_of_rows(ops: Any, shape: str, name: str) -> None:
     if name == "fp32" and shape != "mixtral-small":
         pytest.skip("fp32 runs without tensor cores: one shape is enough")
+    if name == "fp8_block" and SHAPES[shape][1] % 128:
+        pytest.skip("the weights of an expert are not whole blocks of 128 rows: refused")
     made, x = mixture(ops, shape, name, has_shared=shape != "qwen3-30b-a3b")
     whole = ops.forward.moe(x, made)
     for count in ROW_COUNTS:

@@ -139,7 +139,7 @@ class DraftRunner:
         held, found = self._ranking, draft.ranking
         lines = torch.where(slots < 0, len(held.ranks) - 1, slots)
         if found is None:
-            held.ranks[lines] = 0
+            held.ranks.index_fill_(0, lines, 0)  # `ranks[lines] = 0` would copy from the host
             return
         held.ranks[lines] = found.ranks
         top = found.top_ids.shape[2]
