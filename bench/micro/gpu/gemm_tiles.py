@@ -56,7 +56,9 @@ def heights(kind: str, rows: int) -> tuple[int, ...]:
     if kind in ("fp8", "w4a16"):
         return (64,) if rows <= 64 else (64, 128)
     vector = (rows,) if kind == "w8a8" and rows == 1 else ()
-    return (*vector, 16) if rows <= 16 else (min(64, rows),) if rows <= 64 else (64, 128)
+    if rows <= 64:
+        return (*vector, 16) if rows <= 16 else (min(64, rows),)
+    return (64, 128) if rows <= 512 else (128, 256)
 
 
 def candidates(kind: str, rows: int, columns: int, depth: int, pairs: int) -> Iterator[Tile]:

@@ -30,6 +30,7 @@ WHOLE_ROWS = (80, 96, 128, 160, 192, 256, 320, 384, 512)
 MIN_WHOLE_ELEMENTS = 1 << 23  # elements of a weight
 NUM_CHECKS = 2  # random inputs a check compares
 CALLS_PER_MEASUREMENT = 20  # calls of one measurement
+CALL_KINDS = ("plain", "bias")
 PDL_LOSS_US = 2.0  # loss around a kernel without programmatic dependent launch
 
 Mode = Literal["never", "proven", "fast", "always"]
@@ -54,22 +55,20 @@ class Cublas:
         if found is None:
             if is_compiling() or torch.cuda.is_current_stream_capturing():
                 return ""
-            kinds = ("plain", "bias") if out_dtype == packed.weight.dtype else ("plain",)
-            equal_kinds = (kind for kind in kinds if self._has_equal_bits(packed, rows, out_dtype, kind))
+            equal_kinds = (kind for kind in CALL_KINDS if self._has_equal_bits(packed, rows, out_dtype, kind))
             found = self.proven[key] = next(equal_kinds, "")
         return found
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor, call_kind: str = "plain") -> None:
         """Compute x [M, K] times weight [N, K] by cuBLAS, in the dtype of `out`."""
+        dtypes = {} if out.dtype == x.dtype else {"out_dtype": out.dtype}
         if call_kind == "bias":
-            key = (len(weight), weight.dtype)
+            key = (len(weight), out.dtype)
             if key not in self._zeros:
-                self._zeros[key] = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
-            torch.addmm(self._zeros[key], x, weight.t(), out=out)
-        elif out.dtype == x.dtype:
-            torch.mm(x, weight.t(), out=out)
+                self._zeros[key] = torch.zeros(len(weight), dtype=out.dtype, device=weight.device)
+            torch.addmm(self._zeros[key], x, weight.t(), out=out, **dtypes)
         else:
-            torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+            torch.mm(x, weight.t(), out=out, **dtypes)
 
     def _has_equal_bits(
         self, packed: PackedLinear, rows: int, out_dtype: torch.dtype, call_kind: str
