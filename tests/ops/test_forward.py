@@ -243,6 +243,23 @@ def test_embed_equals_reference(ops: Ops, dtype: torch.dtype) -> None:
 
 
 @others
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_places_of_tokens_in_the_parts_of_a_table(ops: Ops, num_ranks: int) -> None:
+    """Looking up every rank's part, then the places, is looking up the whole table."""
+    num_rows = -(-50 // num_ranks)
+    table = randn(num_rows * num_ranks, 48)
+    for count in (1, 5, 300):
+        tokens = torch.randint(0, 50, (count,))
+        tokens[0], tokens[-1] = 49, 0
+        parts = [ops.forward.vocab_places(tokens, num_rows, rank, num_ranks) for rank in range(num_ranks)]
+        found = [
+            ops.forward.embed(own, part) for (own, _), part in zip(parts, table.chunk(num_ranks), strict=True)
+        ]
+        assert all(torch.equal(places, parts[0][1]) for _, places in parts)
+        assert torch.equal(ops.forward.embed(parts[0][1], torch.cat(found)), table[tokens])
+
+
+@others
 @dtypes
 @pytest.mark.parametrize("width", (8, 45, 576))
 def test_norms_and_silu_equal_reference(ops: Ops, dtype: torch.dtype, width: int) -> None:

@@ -348,6 +348,9 @@ def elementwise() -> None:
             assert torch.equal(ops.forward.embed(torch.tensor([4, 0, 4]), x), x[[4, 0, 4]])
             assert not len(ops.forward.rms_norm(x[:0], weight, 1e-6))
             assert not len(ops.forward.act_mul(both[:0])) + len(ops.forward.embed(torch.arange(0), x))
+            for tokens in (torch.tensor([0, 7, 30, 63, 64]), torch.arange(300) % 65, torch.arange(0)):
+                found, want = (one.forward.vocab_places(tokens, 22, 1, 3) for one in (ops, ref))
+                assert all(map(torch.equal, found, want))
             joined = (torch.arange(0), x, weight, x[:0], weight, 1e-6)
             assert ops.forward.embed_norm_concat(*joined).shape == (0, 2 * width)
     gate = torch.tensor([-1e4, -88.0, -0.0, 0.0, 88.0, 1e4, 1.0, -1.0])

@@ -87,6 +87,16 @@ class ForwardOps(LatentOps, ABC):
     def embed(self, tokens: Tensor, table: Tensor | QuantizedTable) -> Tensor:
         """Look up tokens [R] in table [V, D]: [R, D]."""
 
+    def vocab_places(self, tokens: Tensor, num_rows: int, rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+        """Return where tokens [R] are in a table of which each rank has `num_rows` rows: two of [R].
+
+        First the row in the part of `rank`, any row for a token of another rank. Then the row in the results
+        of all ranks, [num_ranks * R, D], in which every rank has looked up the first.
+        """
+        owners = (tokens // num_rows).clamp(0, num_ranks - 1)
+        own = (tokens - rank * num_rows).clamp(0, num_rows - 1)
+        return own, owners * len(tokens) + torch.arange(len(tokens), device=tokens.device)
+
     def concat_columns(self, left: Tensor, right: Tensor) -> Tensor:
         """Concatenate [R, A] and [R, B] to [R, A + B]."""
         return torch.cat([left, right], 1)

@@ -138,10 +138,11 @@ class ParallelForward(ForwardOps):
             return super().embed(tokens, table)  # type: ignore[safe-super]
         packed = table.packed
         assert packed.table is not None
-        owner = (tokens // packed.num_rows).clamp(0, self.communicator.size - 1)
-        own = (tokens - self.communicator.rank * packed.num_rows).clamp(0, packed.num_rows - 1)
+        own, places = self.vocab_places(
+            tokens, packed.num_rows, self.communicator.rank, self.communicator.size
+        )
         every = self.communicator.all_gather(super().embed(own, packed.table))  # type: ignore[safe-super]
-        return every[owner, torch.arange(len(tokens), device=tokens.device)]
+        return super().embed(places, every.flatten(0, 1))  # type: ignore[safe-super]
 
     @property
     def fused_layers(self) -> FusedLayers | None:

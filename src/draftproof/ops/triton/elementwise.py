@@ -17,6 +17,7 @@ from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two
 
 MULTI_ROW_MIN_ROWS = 256  # above it a program takes several rows, to hide the latency of memory
 ROWS_PER_PROGRAM = 4  # at most
+PLACES_BLOCK = 256  # tokens of one program of `vocab_places_kernel`
 
 
 @triton.jit
@@ -29,6 +30,18 @@ def embed_kernel(tokens, table, out, VOCAB, D: tl.constexpr, BLOCK: tl.constexpr
     known = (token >= 0) & (token < VOCAB)
     x = tl.load(table + token * D + column, mask=(column < D) & known, other=0.0)
     tl.store(out + row * D + column, x, mask=column < D)
+
+
+@triton.jit(do_not_specialize=["R", "num_rows", "first", "num_ranks"])
+def vocab_places_kernel(
+    tokens, own, places, R, num_rows, first, num_ranks, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Store the row of each token [R] in a rank's part of a table, and its place in those of all ranks."""
+    pdl_sync(PDL)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.maximum(tl.load(tokens + row, mask=row < R, other=0), 0)
+    tl.store(own + row, tl.minimum(tl.maximum(token - first, 0), num_rows - 1), mask=row < R)
+    tl.store(places + row, tl.minimum(token // num_rows, num_ranks - 1) * R + row, mask=row < R)
 
 
 @triton.constexpr_function
@@ -205,6 +218,20 @@ def embed(tokens: Tensor, table: Tensor, pdl: bool) -> Tensor:
     grid, block = _column_grid(len(tokens), width)
     embed_kernel[grid](tokens, table, out, vocab, D=width, BLOCK=block, **launch_options(pdl, num_warps=4))
     return out
+
+
+def vocab_places(
+    tokens: Tensor, num_rows: int, first: int, num_ranks: int, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of `tokens` in a part of a table that begins with `first`, and in all parts."""
+    own, places = torch.empty_like(tokens), torch.empty_like(tokens)
+    grid = (triton.cdiv(len(tokens), PLACES_BLOCK),)
+    options = launch_options(pdl, num_warps=4)
+    if len(tokens):
+        vocab_places_kernel[grid](
+            tokens, own, places, len(tokens), num_rows, first, num_ranks, BLOCK=PLACES_BLOCK, **options
+        )
+    return own, places
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:

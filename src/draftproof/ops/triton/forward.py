@@ -95,6 +95,11 @@ class TritonForward(TritonLatent, TritonMoe):
         tokens, table = kernel_utils.vector("tokens", tokens, None, INTS), kernel_utils.matrix("table", table)
         return elementwise.embed(tokens, table, self._launch.early(tokens))
 
+    def vocab_places(self, tokens: Tensor, num_rows: int, rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+        tokens = kernel_utils.vector("tokens", tokens, None, INTS)
+        early = self._launch.early(tokens)
+        return elementwise.vocab_places(tokens, num_rows, rank * num_rows, num_ranks, early)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = kernel_utils.matrix("x", x)
         weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
