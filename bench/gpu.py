@@ -32,17 +32,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from common.gpu_engine import SETTINGS, Bench, decoding, heat, kernels_of, params_of, steps_of, timed
 from common.gpu_exactness import bits, control
 from common.gpu_logprobs import drafters, logprobs
 from common.measure import finish
+from common.memory_floor import memory_floor
 from common.shapes import SHAPES, write_shape
 
-from draftproof.ops import LatentAttention, Moe
-
 ROUNDS = 3
-READ = 4 << 30  # bytes at most for the measurement of the bandwidth
 
 
 # --- speed ------------------------------------------------------------------------------------------------
@@ -131,41 +128,9 @@ def profile(bench: Bench) -> dict[str, Any]:
     return out
 
 
-def bytes_of(packed: Any) -> int:
-    """Return the bytes of a packed weight with its scales."""
-    parts = (packed.weight, packed.scales, packed.zeros)
-    return sum(part.nbytes for part in parts if part is not None)
-
-
 def floor(bench: Bench) -> dict[str, Any]:
-    """Return tokens a second at batch 1 if a step only read the weights, at the bandwidth measured here.
-
-    The bandwidth is that of a reduction over one large tensor.
-    """
-    llm = bench.llm()
-    model, ops = llm.engine.runner.model, llm.engine.ops
-    packed = [p for layer in model.layers for p in (layer.attention.qkv, layer.attention.out)]
-    packed.append(model.lm_head)
-    sizes = [bytes_of(p) for p in packed]
-    for latent in (a for a in (layer.attention for layer in model.layers) if isinstance(a, LatentAttention)):
-        sizes += [latent.key_up.nbytes, latent.value_up.nbytes]
-        sizes += [] if latent.q_up is None else [bytes_of(latent.q_up)]
-    for mlp in (layer.mlp for layer in model.layers):
-        if isinstance(mlp, Moe):  # one row reads the router, its own experts and the shared one
-            share = mlp.routing.top_k / mlp.routing.num_experts
-            packed += [mlp.gate_up, mlp.down]
-            sizes += [round(share * bytes_of(p)) for p in (mlp.gate_up, mlp.down)]
-            sizes.append(mlp.router.linear.weight.nbytes)
-            mlp = mlp.shared
-        if mlp is not None:
-            packed += [mlp.gate_up, mlp.down]
-            sizes += [bytes_of(p) for p in (mlp.gate_up, mlp.down)]
-    weights, size = [p.weight for p in packed], sum(sizes)
-    held = max((*weights, *llm.engine.runner.caches), key=lambda t: t.numel() * t.element_size())
-    large = held.view(-1).view(torch.int64)[: READ >> 3]
-    seconds = min(ops.runtime.seconds(reader, 10) for reader in (large.max, large.view(torch.float32).amax))
-    rate = large.numel() * 8 / seconds
-    found = {"weights": size, "GB/s": round(rate / 1e9), "tok/s": round(rate / size, 1)}
+    """Return tokens a second at batch 1 if a step only read the weights, at the bandwidth measured here."""
+    found = memory_floor(bench.llm())
     print("floor", found, flush=True)
     return found
 

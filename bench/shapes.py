@@ -3,13 +3,15 @@
     python bench/shapes.py [--shape llama-3-8b] [--quantization int8] [--kv-cache-dtype fp8]
                            [--parts short] [--batches 1,8,64,256,512] [--contexts 16384]
                            [--long-batches 1,16] [--distinct-prompts 8]
+    python bench/shapes.py --shape qwen2.5-7b,mistral-7b,gemma-3-4b,qwen3-8b --parts floor
 
 short: tokens a second of `LLM.generate`, prefill included: prompts of 50 to 1000 tokens, 128 new tokens.
-long: seconds of the prefill of all prompts of `--contexts` tokens, then tokens a second of decoding alone.
+long: seconds of the prefill of all prompts of `--contexts` tokens, then tokens a second of decoding alone,
+and its share of the limit by memory bandwidth (weights and KV).
+floor: decoding of one request of 64 tokens alone, and its share of that limit.
 --distinct-prompts: the batch repeats that many prompts. Rows of equal prompts select equal experts, so a step
 of a mixture of experts reads fewer weights; with dummy weights, rows of different prompts select theirs
-independently. No proposer is configured. `bench/gpu.py --shape … --parts floor` gives the limit by memory
-bandwidth.
+independently. No proposer is configured.
 """
 
 from __future__ import annotations
@@ -25,17 +27,20 @@ from typing import Any
 import torch
 from common.gpu_engine import decoding, heat, params_of, steps_of, timed
 from common.measure import finish
+from common.memory_floor import memory_floor
 from common.prompts import chat_prompts
 from common.shapes import SHAPES, write_shape
 
 from draftproof import LLM
 
+FLOOR_CONTEXT_TOKENS = 64
 
-def build(options: argparse.Namespace, folder: Path, **sizes: Any) -> LLM:
+
+def build(options: argparse.Namespace, shape: str, folder: Path, **sizes: Any) -> LLM:
     """Build an engine of the shape, without a proposer."""
     begin = time.monotonic()
     llm = LLM(
-        write_shape(options.shape, folder),
+        write_shape(shape, folder),
         load_format="dummy",
         dtype="bfloat16",
         device=options.device,
@@ -78,8 +83,46 @@ def long(options: argparse.Namespace, llm: LLM, context: int, batch: int) -> dic
         torch.cuda.synchronize()
         prefill = time.perf_counter() - begin
         seconds = statistics.median(steps_of(engine, 40) for _ in range(5))
+    limit = memory_floor(llm, context, batch)
+    share = round(batch / seconds / limit["tok/s"], 3)
     found = {"prefill_s": round(prefill, 3), "decode_tok_per_s": round(batch / seconds, 1)}
+    found |= {"floor": limit, "of_floor": share}
     print("long", context, batch, found, flush=True)
+    return found
+
+
+def shape_names(text: str) -> list[str]:
+    """Return the names of shapes, which are separated by commas."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SHAPES]:
+        raise argparse.ArgumentTypeError(f"unknown shapes {unknown}: there are {', '.join(SHAPES)}")
+    return names
+
+
+def measure(options: argparse.Namespace, shape: str) -> dict[str, Any]:
+    """Run the chosen parts for a shape."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if "short" in options.parts:
+            sizes = {"max_model_len": 1280, "max_num_seqs": max(options.batches)}
+            llm = build(options, shape, Path(folder), **sizes)
+            found["short"] = short(options, llm)
+            llm.close()
+            del llm
+        if "long" in options.parts:
+            sizes = {"max_model_len": max(options.contexts) + 1024, "max_num_seqs": max(options.long_batches)}
+            llm = build(options, shape, Path(folder), **sizes)
+            for context in options.contexts:
+                for batch in options.long_batches:
+                    name = f"context {context}, batch {batch}"
+                    long(options, llm, context=min(context, 2048), batch=batch)  # warm-up
+                    found.setdefault("long", {})[name] = long(options, llm, context=context, batch=batch)
+            llm.close()
+            del llm
+        if "floor" in options.parts:
+            llm = build(options, shape, Path(folder), max_model_len=1280, max_num_seqs=1)
+            found["floor"] = long(options, llm, context=FLOOR_CONTEXT_TOKENS, batch=1)
+            llm.close()
     return found
 
 
@@ -87,7 +130,9 @@ def main() -> None:
     """Run the chosen parts."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--shape", default="llama-3-8b", choices=SHAPES)
+    parser.add_argument(
+        "--shape", type=shape_names, default=["llama-3-8b"], help=f"by commas: {', '.join(SHAPES)}"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quantization", default="none", help="none, int8, fp8 or int4, made on load")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -105,24 +150,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    found: dict[str, Any] = {"shape": options.shape, "quantization": options.quantization}
-    found |= {"kv_cache_dtype": options.kv_cache_dtype, "distinct_prompts": options.distinct_prompts}
-    with tempfile.TemporaryDirectory() as folder:
-        if "short" in options.parts:
-            llm = build(options, Path(folder), max_model_len=1280, max_num_seqs=max(options.batches))
-            found["short"] = short(options, llm)
-            llm.close()
-            del llm
-        if "long" in options.parts:
-            sizes = {"max_model_len": max(options.contexts) + 1024, "max_num_seqs": max(options.long_batches)}
-            llm = build(options, Path(folder), **sizes)
-            for context in options.contexts:
-                for batch in options.long_batches:
-                    name = f"context {context}, batch {batch}"
-                    long(options, llm, context=min(context, 2048), batch=batch)  # warm-up
-                    found.setdefault("long", {})[name] = long(options, llm, context=context, batch=batch)
-            llm.close()
-    finish("shapes", found)
+    shared = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
+    shared |= {"distinct_prompts": options.distinct_prompts}
+    found = {shape: measure(options, shape) for shape in options.shape}
+    if len(found) == 1:
+        finish("shapes", {"shape": options.shape[0], **shared, **found[options.shape[0]]})
+    else:
+        finish("shapes", {**shared, "shapes": found})
 
 
 if __name__ == "__main__":

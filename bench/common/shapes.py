@@ -48,11 +48,21 @@ _QWEN3_8B = _LLAMA_8B | {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936,
     "num_hidden_layers": 36, "intermediate_size": 12288, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+_GEMMA3_4B = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262208,
+    "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256, "sliding_window": 1024, "sliding_window_pattern": 6,
+    "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072, "attention_bias": False, "tie_word_embeddings": True,
+    "eos_token_id": 1, "torch_dtype": "bfloat16",
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": _LLAMA_8B,
     "qwen2.5-7b": _QWEN25_7B,
     "mistral-7b": _MISTRAL_7B,
     "qwen3-8b": _QWEN3_8B,
+    "gemma-3-4b": _GEMMA3_4B,
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
 }
