@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "support"))
 from draftproof.ops.torch.draft_rounds import TorchRounds
 from draftproof.ops.torch.draft_search import TorchSearch
 from draftproof.ops.torch.sampling import ComposedSampling
