@@ -324,6 +324,33 @@ def one_row_tile_does_not_change_bits_of_w8a8() -> None:
 
 
 @check
+def rows_quantised_by_the_gemm_have_the_bits_of_separate_kernels() -> None:
+    """Compare one row and several, depths of one block and of two, and rows with NaN, infinity or zeros."""
+    one_row, few_rows = Tile(1, 8, 128, 1, 1), Tile(16, 16, 128, 1, 2)
+    cases = ((1, one_row, 208), (1, one_row, 2320), (1, few_rows, 112), (2, few_rows, 1040))
+    for count, tile, depth in (*cases, (5, few_rows, 320), (16, few_rows, 208)):
+        x = randn(count, depth, seed=3) * torch.logspace(-3, 3, count)[:, None]
+        x[0, -1] = -9.0  # the largest magnitude of a row is the last
+        data = torch.randint(-127, 128, (24, depth), generator=torch.Generator().manual_seed(1))
+        scales, bias = randn(24, seed=2).abs(), randn(24, seed=4)
+        packed = ops.forward.pack_quantized("w8a8", data.to(torch.int8), scales, bias)
+        for number in (None, torch.nan, INF, 0.0) if depth < 300 else (None,):
+            rows, found = x.bfloat16(), []
+            if number is not None:
+                rows[-1, 1 if number else slice(None)] = number
+            separate = prepare_rows(rows, packed, False)
+            assert isinstance(separate, QuantizedRows)
+            assert prepare_rows(rows, packed, False, max_inline_rows=count) is rows
+            for given in (rows, separate):
+                out, gated = torch.empty(count, 24), torch.empty(count, 12)
+                quantized.linear(given, packed, out, False, tile)
+                quantized.linear_act_mul(given, packed, gated, False, tile)
+                found.append((bits(out), bits(gated)))
+            assert found[0] == found[1], (count, tile, depth, number)
+            assert torch.equal(out.isfinite().all(1), rows.isfinite().all(1))
+
+
+@check
 def row_buckets_are_monotonic() -> None:
     sizes = [graphs.bucket_of(rows) for rows in range(1, 3001)]
     assert all(size >= rows for rows, size in enumerate(sizes, start=1))

@@ -16,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops.triton.elementwise import inverse_rms, tree_sum_rows
+from draftproof.ops.triton.gemm.tiles import ONE_ROW_DEPTH
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 
 INT8_MAX = tl.constexpr(127.0)
 E4M3_MAX = tl.constexpr(448.0)
-ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds fp32 to an integer
+ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to an fp32 number, its lowest byte is the int8
 CHUNK = 128  # columns of x that share a scale beside weights in blocks
 MAX_BLOCK = 16384  # columns of x that one program holds at a time
 MULTI_ROW_MIN_ROWS = 256  # above it a program takes several rows, to hide the latency of memory
@@ -59,7 +60,7 @@ def quantized(value, inverse, dtype: tl.constexpr):
     """Return value times inverse, rounded to int8 or e4m3."""
     scaled = value * inverse
     if dtype == tl.int8:
-        return ((scaled + ROUNDING) - ROUNDING).to(dtype)
+        return (scaled + ROUNDING).to(tl.int32, bitcast=True).to(dtype)
     return scaled.to(dtype)
 
 
@@ -67,6 +68,18 @@ def quantized(value, inverse, dtype: tl.constexpr):
 def inverse_scale(largest, LIMIT: tl.constexpr):
     """Return LIMIT / largest, and 0 for 0."""
     return tl.where(largest > 0, tl.math.div_rn(LIMIT, tl.where(largest > 0, largest, 1.0)), 0.0)
+
+
+@triton.jit
+def magnitude(value):
+    """Return the bits of the magnitude of fp32 values: integers of the same order, NaN the largest."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def largest_magnitude(bits, axis: tl.constexpr):
+    """Return the largest number along an axis of magnitudes, NaN if one is."""
+    return tl.max(bits, axis).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -81,14 +94,14 @@ def store_quantized(y, out, scales, row, row_ok, column, D: tl.constexpr, CHUNK:
     if CHUNK:
         CHUNKS: tl.constexpr = (D + CHUNK - 1) // CHUNK
         cells = tl.reshape(y, (M, BLOCK // CHUNK, CHUNK))
-        largest = tl.max(tl.abs(cells), 2)  # [M, chunks]
+        largest = largest_magnitude(magnitude(cells), 2)  # [M, chunks]
         inverse = inverse_scale(largest, LIMIT)
         tl.store(out + here, tl.reshape(quantized(cells, inverse[:, :, None], dtype), (M, BLOCK)), mask=ok)
         chunk = tl.arange(0, BLOCK // CHUNK)
         at = scales + row.to(tl.int64)[:, None] * CHUNKS + chunk[None, :]
         tl.store(at, tl.math.div_rn(largest, LIMIT), mask=row_ok[:, None] & (chunk < CHUNKS)[None, :])
     else:
-        largest = tl.max(tl.abs(y), 1)  # [M]
+        largest = largest_magnitude(magnitude(y), 1)  # [M]
         tl.store(out + here, quantized(y, inverse_scale(largest, LIMIT)[:, None], dtype), mask=ok)
         tl.store(scales + row, tl.math.div_rn(largest, LIMIT), mask=row_ok)
 
@@ -102,12 +115,12 @@ def quantize_rows_kernel(x, out, scales, D: tl.constexpr, BLOCK: tl.constexpr, P
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     first = tl.load(x + row * D + column, mask=column < D, other=0.0).to(tl.float32)
-    top = tl.abs(first)
+    top = magnitude(first)
     for start in range(BLOCK, D, BLOCK):
         ok = start + column < D
         value = tl.load(x + row * D + start + column, mask=ok, other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.abs(value))
-    largest = tl.max(top, 0)
+        top = tl.maximum(top, magnitude(value))
+    largest = largest_magnitude(top, 0)
     inverse = inverse_scale(largest, LIMIT)
     tl.store(out + row * D + column, quantized(first, inverse, dtype), mask=column < D)
     for start in range(BLOCK, D, BLOCK):
@@ -128,7 +141,7 @@ def quantize_chunks_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * D + column, mask=column < D, other=0.0).to(tl.float32)
     cells = tl.reshape(value, (BLOCK // CHUNK, CHUNK))
-    largest = tl.max(tl.abs(cells), 1)
+    largest = largest_magnitude(magnitude(cells), 1)
     scaled = quantized(cells, inverse_scale(largest, E4M3_MAX)[:, None], dtype)
     tl.store(out + row * D + column, tl.reshape(scaled, (BLOCK,)), mask=column < D)
     chunk = tl.program_id(1) * (BLOCK // CHUNK) + tl.arange(0, BLOCK // CHUNK)
@@ -178,9 +191,18 @@ def quantize(x: Tensor, weight_format: str, pdl: bool) -> QuantizedRows:
     return made
 
 
-def prepare_rows(x: Tensor | QuantizedRows, packed: PackedLinear, pdl: bool) -> Tensor | QuantizedRows:
-    """Return rows in the form that a quantised weight reads."""
+def prepare_rows(
+    x: Tensor | QuantizedRows, packed: PackedLinear, pdl: bool, max_inline_rows: int = 0
+) -> Tensor | QuantizedRows:
+    """Return rows in the form that a quantised weight reads.
+
+    Up to `max_inline_rows` rows in bf16 beside a w8a8 weight are returned as they are, if the kernel of the
+    GEMM can quantise them.
+    """
     if isinstance(x, QuantizedRows) or packed.format is None or not packed.quantizes_rows:
+        return x
+    is_bf16, is_aligned = x.dtype == torch.bfloat16, packed.depth % ONE_ROW_DEPTH == 0
+    if packed.format == "w8a8" and is_bf16 and is_aligned and len(x) <= max_inline_rows:
         return x
     return quantize(x, packed.format, pdl)
 
