@@ -135,21 +135,24 @@ def experts_weights_and_lists_equal_reference() -> None:
         weights, x = Weights(rule, torch.float32, has_bias=True), sample_rows(18, FP32)
         made, theirs = weights(ops), weights(ref)
         logits = ref.forward.router_logits(x, theirs.router)
-        for split, tile_rows in ((512, 16), (0, 4), (0, 0)):  # several programs a row tile, one program
+        router, counters, shares_of_rows = made.router.in_dtype(x.dtype), made.router.counters, set()
+        # Several programs a row tile, one program; all rows, one tile of rows, fewer rows than warps.
+        for split, tile_rows, count in ((512, 16, 18), (0, 4, 18), (0, 0, 18), (512, 4, 9), (512, 0, 3)):
             with (
                 mock.patch.object(routing, "MAX_SPLIT_ROWS", split),
                 mock.patch.object(routing, "EXPERTS", 4),
+                mock.patch.object(routing, "FEW_EXPERTS", 2),
             ):
-                router = made.router.in_dtype(x.dtype)
-                counters = made.router.counters
-                found = routing.route(x, router, rule, made.correction, counters, tile_rows, False)
+                found = routing.route(x[:count], router, rule, made.correction, counters, tile_rows, False)
             assert not counters.any()
+            shares_of_rows.add(bits(found.weights[:3]))
             for row, (experts, shares) in enumerate(zip(found.experts, found.weights, strict=True)):
                 want, want_shares = definition.route(logits[row], rule, made.correction)
                 assert experts.tolist() == want
                 torch.testing.assert_close(shares, want_shares, rtol=1e-5, atol=1e-6)
             if tile_rows:
                 check_list(found, rule.num_experts, tile_rows)
+        assert len(shares_of_rows) == 1
 
 
 def check_list(found: routing.Assignment, num_experts: int, tile_rows: int) -> None:

@@ -19,18 +19,23 @@ from torch import Tensor
 
 from draftproof.ops.contract.types import Routing
 from draftproof.ops.triton.elementwise import tree_sum_rows
-from draftproof.ops.triton.gemm.dense import dot_rows
+from draftproof.ops.triton.gemm.dense import dot_rows, num_prefetch_lines
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, prefetch_weight
 
 MAX_SPLIT_ROWS = 512  # up to it several programs share the experts of a row tile
 ROWS, MANY_ROWS = 16, 64  # of a row tile, up to MAX_SPLIT_ROWS rows and above
+FEW_ROWS = 4  # selected in one tile if there are no more: one of each warp
 EXPERTS = 16  # of the tile of a program, up to MAX_SPLIT_ROWS rows
+FEW_EXPERTS = 8  # up to ROWS rows: more programs load the weight
+WARPS, STAGES, BF16_STEP = 4, 6, 256  # up to MAX_SPLIT_ROWS rows: few programs, much in flight
 LARGE_EXPERTS = 256  # above it a tile of many rows would not fit into registers
 MAX_EXPERT_TILES = tl.constexpr(1 << 16)  # a work item is expert * MAX_EXPERT_TILES + tile of the expert
 MIN_WEIGHT_SUM = tl.constexpr(1e-20)  # divisor of the weights if all scores of a row are 0
 LOWEST = tl.constexpr(-3.0e38)  # score in place of NaN: below all others, above those that are excluded
 EXCLUDED = tl.constexpr(float("-inf"))
+SIGN_MASK = tl.constexpr(0x7FFFFFFF)
+TAKEN = tl.constexpr(-(1 << 31))  # key of an expert that is selected already: below those of all scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +63,17 @@ def make_counters(num_experts: int, device: torch.device) -> Tensor:
 
 @triton.jit
 def best_column(values, column):
-    """Return the leftmost maximum of each row of values [M, N] and its column as a mask [M, N]."""
-    top, index = tl.max(values, 1, return_indices=True, return_indices_tie_break_left=True)
+    """Return the maximum of each row of values [M, N], its leftmost column, and that as a mask [M, N]."""
+    top = tl.max(values, 1)
+    index = tl.min(tl.where(values == top[:, None], column[None, :], values.shape[1]), 1)
     return top, index, column[None, :] == index[:, None]
+
+
+@triton.jit
+def order_keys(values):
+    """Return integers in the order of fp32 values, none of them NaN or -0: one instruction reduces a warp."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & SIGN_MASK)
 
 
 @triton.jit
@@ -100,13 +113,6 @@ def scores_of(logits, is_expert, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def add_to_order(expert, pair, row_ok, counters, order, R):
-    """Append pairs [M] to the lists of their experts."""
-    place = tl.atomic_add(counters + expert, 1, mask=row_ok, sem="relaxed")
-    tl.store(order + expert.to(tl.int64) * R + place, pair, mask=row_ok)
-
-
-@triton.jit
 def write_items(counters, counts, items, E: tl.constexpr, E_PAD: tl.constexpr, BM: tl.constexpr):
     """Move the counters to `counts`, reset them, and list the tiles of BM pairs of every expert."""
     expert = tl.arange(0, E_PAD)
@@ -124,22 +130,28 @@ def write_items(counters, counts, items, E: tl.constexpr, E_PAD: tl.constexpr, B
 @triton.jit(do_not_specialize=["R"])
 def route_kernel(
     x, router, bias, correction, logits, experts, weights, counters, order, counts, items, scale, R,
-    K: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr,
-    BK: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GROUPS: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, BR: tl.constexpr, SELECT_ROWS: tl.constexpr,
+    BE: tl.constexpr, BK: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr,
-    HAS_LIST: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_LIST: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH_LINES: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Route rows x [R, K] by router [E, K]: `experts`, `weights` [R, TOP_K]; list tiles of BM pairs."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        if not WEIGHT_FIRST:
-            tl.extra.cuda.gdc_wait()
+    """Route rows x [R, K] by router [E, K]: `experts`, `weights` [R, TOP_K]; list tiles of BM pairs.
+
+    SELECT_ROWS: rows of a row tile whose experts are selected, all that exist.
+    """
     EXPERT_TILES: tl.constexpr = (E + BE - 1) // BE
     row_tile = tl.program_id(0) // EXPERT_TILES
     rm = row_tile * BR + tl.arange(0, BR)
     rn = (tl.program_id(0) % EXPERT_TILES) * BE + tl.arange(0, BE)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH_LINES:  # noqa: SIM102 - a constant, then a value on the device
+            if row_tile == 0:
+                prefetch_weight(router, rn, E, K, PREFETCH_LINES)
+        if not WEIGHT_FIRST:
+            tl.extra.cuda.gdc_wait()
     rk = tl.arange(0, BK)
     row_ok, col_ok = rm < R, rn < E
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
@@ -147,19 +159,22 @@ def route_kernel(
     value = dot_rows(x_at, w_at, row_ok, col_ok, rk, K, BR, BE, BK, EVEN_K, WEIGHT_FIRST, PDL)
     if HAS_BIAS:
         value += tl.load(bias + rn, mask=col_ok, other=0.0)[None, :]
-    line = logits + rm.to(tl.int64)[:, None] * E
-    tl.store(line + rn[None, :], value, mask=row_ok[:, None] & col_ok[None, :])
+    at = logits + rm.to(tl.int64)[:, None] * E + rn[None, :]
+    tl.store(at, value, mask=row_ok[:, None] & col_ok[None, :])
     tl.debug_barrier()  # the stores of all threads precede the arrival
     if EXPERT_TILES > 1:
         arrivals = counters + E + 1 + row_tile
         if tl.atomic_add(arrivals, 1, sem="acq_rel") != EXPERT_TILES - 1:
             return
         tl.store(arrivals, 0)
+    rm = row_tile * BR + tl.arange(0, SELECT_ROWS)
+    row_ok = rm < R
     column = tl.arange(0, GROUPS_PAD * WIDTH_PAD)  # groups are padded to powers of two
     within, group = column % WIDTH_PAD, column // WIDTH_PAD
     expert = group * (E // GROUPS) + within
     is_expert = (within < E // GROUPS) & (group < GROUPS)
-    value = tl.load(line + expert[None, :], mask=row_ok[:, None] & is_expert[None, :], other=0.0)
+    at = logits + rm.to(tl.int64)[:, None] * E + expert[None, :]
+    value = tl.load(at, mask=row_ok[:, None] & is_expert[None, :], other=0.0)
     scores = scores_of(value, is_expert, SIGMOID)
     choice = scores
     if HAS_CORRECTION:
@@ -167,26 +182,28 @@ def route_kernel(
     choice = tl.where(choice >= LOWEST, choice, LOWEST)  # NaN as well
     choice = tl.where(is_expert[None, :], choice, EXCLUDED)
     if TOP_GROUPS < GROUPS:
-        choice = exclude_groups(choice, BR, GROUPS_PAD, WIDTH_PAD, TOP_GROUPS, TOP2)
-    rank_column, total = tl.arange(0, TOP_K_PAD), tl.zeros((BR,), tl.float32)
-    chosen_weights = tl.zeros((BR, TOP_K_PAD), tl.float32)
-    chosen_experts = tl.zeros((BR, TOP_K_PAD), tl.int32)
+        choice = exclude_groups(choice, SELECT_ROWS, GROUPS_PAD, WIDTH_PAD, TOP_GROUPS, TOP2)
+    keys, score_bits = order_keys(choice), scores.to(tl.int32, bitcast=True)
+    rank_column, total = tl.arange(0, TOP_K_PAD), tl.zeros((SELECT_ROWS,), tl.float32)
+    chosen_weights = tl.zeros((SELECT_ROWS, TOP_K_PAD), tl.float32)
+    chosen_experts = tl.zeros((SELECT_ROWS, TOP_K_PAD), tl.int32)
     for rank in tl.static_range(TOP_K):
-        _, index, chosen = best_column(choice, column)
-        choice = tl.where(chosen, EXCLUDED, choice)
-        score = tl.sum(tl.where(chosen, scores, 0.0), 1)
+        _, index, chosen = best_column(keys, column)
+        keys = tl.where(chosen, TAKEN, keys)
+        score = tl.sum(tl.where(chosen, score_bits, 0), 1).to(tl.float32, bitcast=True)
         best = (index // WIDTH_PAD) * (E // GROUPS) + index % WIDTH_PAD
         total += score
         chosen_weights = tl.where(rank_column[None, :] == rank, score[:, None], chosen_weights)
         chosen_experts = tl.where(rank_column[None, :] == rank, best[:, None], chosen_experts)
-        if HAS_LIST:
-            add_to_order(best, rm * TOP_K + rank, row_ok, counters, order, R)
     if NORMALIZE:
         chosen_weights = chosen_weights / tl.maximum(total, MIN_WEIGHT_SUM)[:, None]
-    place = rm[:, None] * TOP_K + rank_column[None, :]
+    pair = rm[:, None] * TOP_K + rank_column[None, :]
     inside = row_ok[:, None] & (rank_column < TOP_K)[None, :]
-    tl.store(experts + place, chosen_experts, mask=inside)
-    tl.store(weights + place, chosen_weights * scale, mask=inside)
+    if HAS_LIST:  # append the pairs to the lists of their experts
+        place = tl.atomic_add(counters + chosen_experts, 1, mask=inside, sem="relaxed")
+        tl.store(order + chosen_experts.to(tl.int64) * R + place, pair, mask=inside)
+    tl.store(experts + pair, chosen_experts, mask=inside)
+    tl.store(weights + pair, chosen_weights * scale, mask=inside)
     if HAS_LIST:
         tl.debug_barrier()
         finished = tl.atomic_add(counters + E, 1, sem="acq_rel")
@@ -213,11 +230,13 @@ def route(
         found = Assignment(chosen, found.weights, ints(count, rows), ints(count), items)
     padded = next_power_of_two(count)
     if is_split := rows <= MAX_SPLIT_ROWS:
-        tile = {"BR": ROWS, "BE": EXPERTS, "num_warps": 4, "num_stages": 6}  # few programs, much in flight
+        tile = {"BR": ROWS, "BE": FEW_EXPERTS if rows <= ROWS else EXPERTS}
+        tile |= {"num_warps": WARPS, "num_stages": STAGES}
     else:
-        tile = {"BR": MANY_ROWS if padded <= LARGE_EXPERTS else ROWS, "BE": padded, "num_warps": 8}
-        tile["num_stages"] = 3
-    step = (256 if is_split else 64) if x.dtype == torch.bfloat16 else 32
+        tile = {"BR": MANY_ROWS if padded <= LARGE_EXPERTS else ROWS, "BE": padded}
+        tile |= {"num_warps": 8, "num_stages": 3}
+    tile["SELECT_ROWS"] = FEW_ROWS if rows <= FEW_ROWS else tile["BR"]
+    step = (BF16_STEP if is_split else 64) if x.dtype == torch.bfloat16 else 32
     even = depth % step == 0
     grid = triton.cdiv(rows, tile["BR"]) * triton.cdiv(count, tile["BE"])
     route_kernel[(grid,)](
@@ -231,6 +250,7 @@ def route(
         TOP2=routing.group_score == "top2_sum", SIGMOID=routing.scoring == "sigmoid",
         NORMALIZE=routing.normalize, HAS_BIAS=router.bias is not None, HAS_CORRECTION=correction is not None,
         HAS_LIST=tile_rows > 0, BM=max(tile_rows, 1), EVEN_K=even, WEIGHT_FIRST=pdl and even,
+        PREFETCH_LINES=num_prefetch_lines(rows, count, depth, x.element_size()) if is_split else 0,
         **launch_options(pdl, enable_fp_fusion=False, **tile),
     )  # fmt: skip
     return found
