@@ -53,7 +53,8 @@ def test_shipped_tiles_are_selected_on_sm90_only(tmp_path: Path, monkeypatch: py
     assert hopper.select("dense", 7, packed(576, 1536)) == Tile(16, 16, 256, 2, 3)
     assert hopper.select("dense", 600, packed(576, 1536)) == Tile(128, 128, 64, 8, 3)
     assert hopper.select("fused", 64, packed(6144, 4096)) == Tile(64, 32, 128, 4, 6, True)
-    half_of_dense = Tile(128, 32, 64, 4, 5)
+    dense = hopper.select("dense", 200, packed(4096, 14336))
+    half_of_dense = dense._replace(bn=dense.bn // 2)
     assert hopper.select("fused", 200, packed(4096, 14336)) == half_of_dense
     assert initial_tiles("NVIDIA A100", (8, 0)) == {}
 
