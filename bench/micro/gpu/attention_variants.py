@@ -1,6 +1,6 @@
 """Times attention tiles on a GPU, mostly of Llama-8B heads: decode and verify rows at 16k and 64k, prefill chunks at 16k.
 
-    PYTHONPATH=src python bench/micro/gpu/attention_variants.py [--seconds 110] [--only decode]
+    PYTHONPATH=src python bench/micro/gpu/attention_variants.py [--seconds 110] [--only decode] [--variant span_loop]
 
 Every variant must have the bits of the tables as they are, in fp32; one that has not is reported and not timed.
 The best of each case is printed, and all times as JSON on the last line. The tables to change are
@@ -72,6 +72,9 @@ CASES = (
     Case("decode 16x1 at 400", "chunked", 16, 1, 400),
 )
 SPLIT = (
+    *(SplitTile(64, 4, 3, max_programs=n, warp_specialized=True) for n in (132, 528)),
+    SplitTile(64, 4, 2, max_programs=132, warp_specialized=True),
+    SplitTile(16, 8, 3, span_loop=True, merges_rows=True, max_programs=132),
     SplitTile(16, 4, 3, merges_rows=True),
     SplitTile(16, 4, 3, merges_rows=True, max_programs=264),
     *(SplitTile(16, 4, 2, span_loop=True, merges_rows=True, max_programs=n) for n in (800, 528, 264)),
@@ -81,13 +84,14 @@ SPLIT = (
 )
 BLOCKS = TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True)
 CHUNKED = (
+    TileConfig(64, 4, 3, warp_specialized=True),
+    TileConfig(64, 4, 2, warp_specialized=True),
     BLOCKS._replace(merges_rows=True),
-    TileConfig(16, 4, 2, span_loop=True, merges_rows=True),
-    TileConfig(16, 4, 3, span_loop=True, merges_rows=True),
     TileConfig(16, 2, 2, span_loop=True, merges_rows=True),
 )
 SHORT = (TileConfig(16, 4, 2, span_loop=True), TileConfig(16, 4, 3, span_loop=True))
 TALL = (
+    TileConfig(128, 8, 2, span_loop=True, warp_specialized=True),
     TileConfig(128, 8, 3, splits_full_blocks=False, prefetches_pages=True),
     TileConfig(128, 8, 3, span_loop=True),
     TileConfig(128, 8, 2, span_loop=True),
@@ -109,7 +113,7 @@ def variants(table: str) -> Iterator[tuple[str, Patches]]:
             yield str(tile), [(splitkv, limit)]
     elif table == "chunked":
         for config in CHUNKED:
-            for chunks in (8, 16):
+            for chunks in (8,):
                 values = {"CHUNKED_TILES": {128: config}, "MAX_CHUNKS": chunks}
                 yield f"{config}, {chunks} chunks", [(prefill, values), (worklist, {"MAX_CHUNKS": chunks})]
     else:
@@ -117,6 +121,11 @@ def variants(table: str) -> Iterator[tuple[str, Patches]]:
         width = 64 if table == "tall 64" else 128
         for config in {"short": SHORT, "tall": TALL, "tall 64": TALL_64}[table]:
             yield str(config), [(prefill, {name: {width: config}})]
+
+
+def chosen(case: Case, part: str) -> list[tuple[str, Patches]]:
+    """Return the variants of a case whose name contains `part`."""
+    return [(name, patches) for name, patches in variants(case.table) if part in name]
 
 
 @contextmanager
@@ -180,19 +189,21 @@ def floor_us(case: Case) -> float:
     return round(max(reads, keys * case.heads.num_q * case.heads.dim * 4 / 700e6), 1)
 
 
-def measure(ops: TritonOps, case: Case, inputs: Inputs) -> dict[str, Any]:
-    """Check and time all variants of a case."""
+def measure(ops: TritonOps, case: Case, inputs: Inputs, part: str) -> dict[str, Any]:
+    """Check and time the variants of a case whose name contains `part`."""
     want = inputs.result(ops)
     assert not want.isnan().any(), "NaN in the result"
     times = {"as it is": inputs.time(ops, 5)}
     wrong = []
-    for name, patches in variants(case.table):
+    for name, patches in chosen(case, part):
         with patched(patches):
             try:
-                if torch.equal(inputs.result(ops), want):
+                found = inputs.result(ops)
+                if torch.equal(found, want):
                     times[name] = inputs.time(ops, 5)
                 else:
-                    wrong.append(name)
+                    error = (found - want).abs().max().item()
+                    wrong.append(f"{name}: {(found != want).sum().item()} elements differ by up to {error}")
             except Exception as error:  # e.g. a tile that needs too much shared memory
                 wrong.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
     assert torch.equal(inputs.result(ops), want), "two runs of the tables differ"
@@ -203,15 +214,15 @@ def measure(ops: TritonOps, case: Case, inputs: Inputs) -> dict[str, Any]:
     return {"floor": floor_us(case), "best": best, "us": times, "other bits or failed": wrong}
 
 
-def compile_all(ops: TritonOps, held: dict[Case, Inputs]) -> None:
-    """Compile the kernels of all variants in parallel."""
+def compile_all(ops: TritonOps, held: dict[Case, Inputs], part: str) -> None:
+    """Compile the kernels of the variants whose name contains `part`, in parallel."""
 
     def launch(inputs: Inputs, patches: Patches) -> None:
         ops.forward.begin_pass(inputs.rows)
         with patched(patches):
             inputs.calls(ops, 1)[0]()
 
-    tables = {case: [[], *(patches for _, patches in variants(case.table))] for case in held}
+    tables = {case: [[], *(patches for _, patches in chosen(case, part))] for case in held}
     launches = [partial(launch, held[case], patches) for case in held for patches in tables[case]]
     compile_ahead(launches, lambda done, total: None)
 
@@ -222,17 +233,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=110, help="start no case after it")
     parser.add_argument("--only", default="", help="part of the name of a case")
+    parser.add_argument("--variant", default="", help="part of the name of a variant")
     options = parser.parse_args()
     ops = TritonOps(GPU, pdl=False)  # an op alone is timed without its neighbours
     report: dict[str, Any] = {}
     held = {case: Inputs(case) for case in CASES if options.only in case.name}
-    compile_all(ops, held)
+    compile_all(ops, held, options.variant)
     report["seconds to compile"] = round(time.perf_counter() - begun, 1)
     for case, inputs in held.items():
         if time.perf_counter() - begun > options.seconds:
             report[case.name] = "no time left"
         else:
-            report[case.name] = measure(ops, case, inputs)
+            report[case.name] = measure(ops, case, inputs, options.variant)
     report["seconds"] = round(time.perf_counter() - begun, 1)
     finish("attention_variants", report)
 

@@ -1,7 +1,7 @@
 """Softmax over blocks and spans of keys: the order of sums that all attention kernels share.
 
 The order of the sums of a row is a function of its position: keys in blocks, blocks in spans, spans merged in
-ascending order (`splitkv.KEYS`, `splitkv.SPAN`). A masked key contributes exact zeros, so the rows of a tile
+ascending order (KEYS, SPAN). A masked key contributes exact zeros, so the rows of a tile
 do not affect each other. Row sums run on the tensor core (p times 1), in the order of p times V. Kernels are
 compiled without contraction of multiply and add, so that merging inside a loop and merging stored partial
 results give the same bits.
@@ -13,6 +13,10 @@ import triton
 import triton.language as tl
 
 from draftproof.ops.triton.attention.kv_cache import convert_elements, is_quantized, load_scales
+
+KEYS = 64  # keys of one block; determines the bits
+SPAN = 128  # tokens of one span; determines the bits
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit

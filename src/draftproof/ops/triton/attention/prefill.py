@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import online_softmax, span_loop, splitkv
+from draftproof.ops.triton.attention import online_softmax, span_loop, splitkv, warp_specialized
 from draftproof.ops.triton.attention.kv_cache import (
     convert_elements,
     head_pointers,
@@ -327,6 +327,12 @@ class PrefillAttention:
         no_scratch = (out, out, out, 0, 0)
         if chunk := self.chunk_spans(count, heads, rows.page_table, page_size):
             short = config(CHUNKED_TILES)
+            if short.warp_specialized and warp_specialized.is_usable(q, heads, cache, sinks):
+                tiles = self.worklists.by_keys(rows, short.height // group, 0, 0)
+                warp_specialized.launch_tiles(
+                    q, rows, heads, cache, out, tiles, count, short.height, short.stages
+                )
+                return
             spans = triton.cdiv(rows.page_table.shape[1] * page_size, splitkv.SPAN)
             tiles = self.worklists.by_keys(rows, short.height // group, chunk, heads.window)
             scratch = self._partials.reserve(count * heads.num_q * spans, width, count * heads.num_kv)
@@ -344,7 +350,12 @@ class PrefillAttention:
             heights = short.height // group, tall.height // group
             short_tiles, tall_tiles = self.worklists.short_and_tall(rows, *heights)
             programs = 2 * triton.cdiv(count, heights[1])
-            launch(tall, tall_tiles, programs, no_scratch, LAUNCH_NEXT=self.has_pdl, WAIT="")
+            if tall.warp_specialized and warp_specialized.is_usable(q, heads, cache, sinks):
+                warp_specialized.launch_tiles(
+                    q, rows, heads, cache, out, tall_tiles, programs, tall.height, tall.stages
+                )
+            else:
+                launch(tall, tall_tiles, programs, no_scratch, LAUNCH_NEXT=self.has_pdl, WAIT="")
             programs, wait = min(count, len(rows.page_table)), "last" if self.has_pdl else ""
             launch(short, short_tiles, programs, no_scratch, LAUNCH_NEXT=False, WAIT=wait)
 

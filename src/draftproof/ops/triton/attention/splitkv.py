@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import span_loop
+from draftproof.ops.triton.attention import online_softmax, span_loop, warp_specialized
 from draftproof.ops.triton.attention.kv_cache import (
     head_pointers,
     is_quantized,
@@ -39,11 +39,9 @@ from draftproof.ops.triton.attention.online_softmax import (
 )
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, prefetch_l2
 
-KEYS = 64  # keys of one block; determines the bits
-SPAN = 128  # tokens of one span; determines the bits
+KEYS, SPAN, LOG2_E = online_softmax.KEYS, online_softmax.SPAN, online_softmax.LOG2_E
 MAX_SPLIT_PROGRAMS = 800  # about six per SM of an H200; the spans of a tile are divided up to this number
 MAX_SCRATCH_BYTES = 256 << 20  # of partial results; above it `prefill.py` is used
-LOG2_E = 1.4426950408889634
 ONES = 16  # columns of the matrix of ones: the minimum of the tensor core
 
 
@@ -56,6 +54,7 @@ class SplitTile(NamedTuple):
     span_loop: bool = False  # loop of `span_loop.py`
     merges_rows: bool = False  # merge of `merge.py`
     max_programs: int = MAX_SPLIT_PROGRAMS
+    warp_specialized: bool = False  # kernels of `warp_specialized.py` where they are usable
 
 
 # Maximum number of rows -> configuration. Three stages keep two blocks of keys in flight, because a span has
@@ -296,6 +295,9 @@ class SplitKVAttention:
         num_parallel = self.num_parallel_spans(num_rows, heads, rows.page_table, page_size, q.dtype)
         scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)
         tile = self.tile(num_rows, width, q.dtype)
+        if tile.warp_specialized and warp_specialized.is_usable(q, heads, cache, sinks):
+            warp_specialized.launch_split(q, rows, heads, cache, out, scratch[:2], num_parallel, tile.stages)
+            return
         group_padded = next_power_of_two(group)
         in_flight = spans_in_flight(tile.warps, group_padded, width) if tile.merges_rows else 0
         splitkv_attention_kernel[(num_rows, heads.num_kv, num_parallel)](

@@ -19,6 +19,7 @@ class TileConfig(NamedTuple):
     prefetches_pages: bool = False  # load page ids one iteration early
     span_loop: bool = False  # loop of `span_loop.py`; it splits full spans and prefetches pages
     merges_rows: bool = False  # merge of `merge.py`, of tiles in chunks
+    warp_specialized: bool = False  # kernel of `warp_specialized.py` where it is usable; height 64 or 128
 
 
 # Padded head dim -> configuration. TALL_TILES: prompts of large calls; SHORT_TILES: their decode rows, and

@@ -1,0 +1,340 @@
+"""Attention on Hopper by warpgroups of two kinds: one loads keys and values, the others compute.
+
+A tile of 128 rows is divided between two computing warpgroups of 64. No barrier joins the three, so one
+warpgroup computes a softmax while the tensor core works for the other. Decode rows have one computing
+warpgroup. See `warpgroups.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from draftproof.ops import AttentionShape, Rows
+from draftproof.ops.triton.attention.merge import merge_split_kernel
+from draftproof.ops.triton.attention.online_softmax import KEYS, LOG2_E, SPAN
+from draftproof.ops.triton.attention.warpgroups import (
+    attend_span,
+    load_spans,
+    make_ones,
+    make_rings,
+    merge,
+    store_span,
+    thread_barrier,
+    to_rows,
+)
+
+HALF = 64  # rows times heads of a computing warpgroup
+COMPUTE_REGISTERS = 208  # of a thread that computes; the 88 that remain of 504 belong to a thread that loads
+MERGE_COLUMNS = 32  # of a program that merges
+MERGE_IN_FLIGHT = 32  # spans whose loads overlap
+ONES_COLUMNS = 8  # of the matrix of ones: the minimum of the instruction
+
+
+@gluon.jit
+def tile_bounds(slots, positions, row, slot, R, GROUP: gl.constexpr, BM: gl.constexpr):
+    """Return the last and the first position of the rows of a tile."""
+    rows_layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    r = row + gl.arange(0, BM, layout=rows_layout) // GROUP
+    ok = r < R
+    ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
+    pos = gl.load(positions + r, mask=ok, other=-1).to(gl.int32)
+    last = gl.max(pos, axis=0)
+    return last, gl.min(gl.where(ok, pos, last), axis=0)
+
+
+@gluon.jit
+def load_tiles(
+    slots, positions, page_table, cache, tiles, ks, vs, k_full, k_empty, v_full, v_empty,
+    R, max_pages, plane,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, PAGE: gl.constexpr,
+    KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys and values of the spans of all tiles into the rings."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    keys = cache + gl.program_id(0) * D + gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    values = keys + plane
+    count = gl.load(tiles)
+    index = 0  # of the span in the ring
+    for tile in range(gl.program_id(1), count, gl.num_programs(1)):
+        row = gl.load(tiles + count - tile)
+        slot = gl.load(slots + row)
+        last, _ = tile_bounds(slots, positions, row, slot, R, GROUP, BM)
+        pages = page_table + slot * max_pages
+        index = load_spans(
+            pages, keys, values, ks, vs, k_full, k_empty, v_full, v_empty, index, 0, last // SPAN + 1, last,
+            NUM_KV, D, PAGE, KEYS, SPAN, STAGES, layout,
+        )  # fmt: skip
+
+
+@gluon.jit
+def compute_tiles(
+    q, slots, positions, out, tiles, q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, R, scale,
+    PART: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+    KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
+    ONES: gl.constexpr,
+):  # fmt: skip
+    """Compute rows PART * HALF.. of all tiles."""
+    HEADS: gl.constexpr = NUM_KV * GROUP
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
+    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    rows_layout: gl.constexpr = gl.SliceLayout(1, SCORES)
+    head = gl.program_id(0)
+    count = gl.load(tiles)
+    first = 0  # index of the first span of the tile in the rings
+    for tile in range(gl.program_id(1), count, gl.num_programs(1)):
+        row = gl.load(tiles + count - tile)
+        slot = gl.load(slots + row)
+        last, first_position = tile_bounds(slots, positions, row, slot, R, GROUP, BM)
+        i = PART * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, q_layout))
+        r = row + i // GROUP
+        ok = r < R
+        ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, q_layout))
+        row_head = r.to(gl.int64) * HEADS + head * GROUP + i % GROUP
+        query = gl.load(q + row_head[:, None] * D + d[None, :], mask=ok[:, None], other=0.0)
+        thread_barrier()
+        q_shared.store(query)
+        fence_async_shared()
+        thread_barrier()
+        i = PART * HALF + gl.arange(0, HALF, layout=rows_layout)
+        r = row + i // GROUP
+        ok = r < R
+        ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
+        pos = gl.load(positions + r, mask=ok, other=-1).to(gl.int32)
+        m = gl.full([HALF], float("-inf"), gl.float32, rows_layout)
+        total = gl.zeros([HALF], gl.float32, rows_layout)
+        acc = gl.zeros([HALF, D], gl.float32, VALUES)
+        num_spans = last // SPAN + 1
+        num_full = gl.minimum((first_position + 1) // SPAN, num_spans)
+        for span in range(num_full):
+            m1, sums1, acc1 = attend_span(
+                q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, first + span,
+                HALF, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, False,
+            )  # fmt: skip
+            m, total, acc = merge(m, total, acc, m1, sums1, acc1, VALUES)
+        for span in range(num_full, num_spans):
+            m1, sums1, acc1 = attend_span(
+                q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, first + span,
+                HALF, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, True,
+            )  # fmt: skip
+            m, total, acc = merge(m, total, acc, m1, sums1, acc1, VALUES)
+        first += num_spans
+        row_head = r.to(gl.int64) * HEADS + head * GROUP + i % GROUP
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, VALUES))
+        out_at = out + to_rows(row_head, VALUES)[:, None] * D + d[None, :]
+        result = acc / to_rows(total, VALUES)[:, None] + 0.0
+        gl.store(out_at, result.to(out.dtype.element_ty), mask=to_rows(ok, VALUES)[:, None])
+
+
+@gluon.jit
+def split_range(
+    slots, positions, R, num_parallel, GROUP: gl.constexpr, SPAN: gl.constexpr, HALF: gl.constexpr
+):
+    """Return row, slot, last and first position of the tile of a program, and its spans start..end.
+
+    A tile begins at the first row of a slot and at multiples of its height; other programs have no spans.
+    """
+    HEIGHT: gl.constexpr = HALF // GROUP
+    rows_layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row = R - 1 - gl.program_id(1)  # later rows have the most keys, so they start first
+    slot = gl.load(slots + row)
+    previous_slot = gl.load(slots + gl.maximum(row - 1, 0))
+    starts_tile = (slot >= 0) & ((row % HEIGHT == 0) | (previous_slot != slot))
+    r = row + gl.arange(0, HALF, layout=rows_layout) // GROUP
+    ok = (r < R) & (r // HEIGHT == row // HEIGHT)
+    ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
+    pos = gl.load(positions + r, mask=ok, other=-1).to(gl.int32)
+    last = gl.max(pos, axis=0)
+    first_position = gl.min(gl.where(ok, pos, last), axis=0)
+    count = gl.where(starts_tile, last // SPAN + 1, 0)
+    length = (count + num_parallel - 1) // num_parallel
+    start = gl.minimum(gl.program_id(2) * length, count)
+    return row, slot, last, first_position, start, gl.minimum(start + length, count)
+
+
+@gluon.jit
+def load_split(
+    slots, positions, page_table, cache, ks, vs, k_full, k_empty, v_full, v_empty,
+    R, max_pages, plane, num_parallel,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr,
+    SPAN: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys and values of the spans of a program into the rings."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    keys = cache + gl.program_id(0) * D + gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    row, slot, last, _, start, end = split_range(slots, positions, R, num_parallel, GROUP, SPAN, HALF)
+    load_spans(
+        page_table + gl.maximum(slot, 0) * max_pages, keys, keys + plane, ks, vs, k_full, k_empty, v_full,
+        v_empty, start * 0, start, end, last, NUM_KV, D, PAGE, KEYS, SPAN, STAGES, layout,
+    )  # fmt: skip
+
+
+@gluon.jit
+def compute_split(
+    q, slots, positions, parts, stats, q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty,
+    R, spans, num_parallel, scale,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, SPAN: gl.constexpr,
+    STAGES: gl.constexpr, HALF: gl.constexpr, ONES: gl.constexpr,
+):  # fmt: skip
+    """Compute the spans of a program and store each of them."""
+    HEADS: gl.constexpr = NUM_KV * GROUP
+    HEIGHT: gl.constexpr = HALF // GROUP
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
+    head = gl.program_id(0)
+    row, slot, last, first_position, start, end = split_range(
+        slots, positions, R, num_parallel, GROUP, SPAN, HALF
+    )
+    if start < end:
+        q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        i = gl.arange(0, HALF, layout=gl.SliceLayout(1, q_layout))
+        r = row + i // GROUP
+        ok = (r < R) & (r // HEIGHT == row // HEIGHT)
+        ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, q_layout))
+        row_head = r.to(gl.int64) * HEADS + head * GROUP + i % GROUP
+        q_shared.store(gl.load(q + row_head[:, None] * D + d[None, :], mask=ok[:, None], other=0.0))
+        fence_async_shared()
+        thread_barrier()
+        i = gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
+        r = row + i // GROUP
+        ok = (r < R) & (r // HEIGHT == row // HEIGHT)
+        ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
+        pos = gl.load(positions + r, mask=ok, other=-1).to(gl.int32)
+        base = (r.to(gl.int64) * HEADS + head * GROUP + i % GROUP) * spans
+        masked_start = gl.maximum(start, gl.minimum((first_position + 1) // SPAN, end))
+        for span in range(start, masked_start):
+            m1, sums1, acc1 = attend_span(
+                q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, span - start,
+                HALF, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, False,
+            )  # fmt: skip
+            store_span(parts, stats, base + span, m1, sums1, acc1, ok, D, VALUES)
+        for span in range(masked_start, end):
+            m1, sums1, acc1 = attend_span(
+                q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, span - start,
+                HALF, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, True,
+            )  # fmt: skip
+            store_span(parts, stats, base + span, m1, sums1, acc1, ok, D, VALUES)
+
+
+@gluon.jit(do_not_specialize=["R", "max_pages"])
+def tall_attention_kernel(
+    q, slots, positions, page_table, cache, out, tiles, R, max_pages, plane, scale,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, PAGE: gl.constexpr,
+    KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr, ONES: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Attention of the tiles of `prefill_attention_kernel`, whole tiles of BM rows times heads only.
+
+    BM: 2 * HALF, or HALF with one computing warpgroup.
+    """
+    dtype: gl.constexpr = q.dtype.element_ty
+    PARTS: gl.constexpr = BM // HALF
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
+    queries = gl.allocate_shared_memory(dtype, [PARTS, HALF, D], q_layout)
+    ks, vs, k_full, k_empty, v_full, v_empty = make_rings(dtype, D, KEYS, SPAN, STAGES, PARTS)
+    ones = make_ones(dtype, KEYS, ONES)
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (load_tiles, (slots, positions, page_table, cache, tiles, ks, vs, k_full, k_empty, v_full,
+                              v_empty, R, max_pages, plane, NUM_KV, GROUP, D, BM, PAGE, KEYS, SPAN, STAGES)),
+                (compute_tiles, (q, slots, positions, out, tiles, queries.index(0), ks, vs, ones, k_full,
+                                 k_empty, v_full, v_empty, R, scale, 0, NUM_KV, GROUP, D, BM, KEYS, SPAN,
+                                 STAGES, HALF, ONES)),
+            ],
+            [4], [COMPUTE_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (load_tiles, (slots, positions, page_table, cache, tiles, ks, vs, k_full, k_empty, v_full,
+                              v_empty, R, max_pages, plane, NUM_KV, GROUP, D, BM, PAGE, KEYS, SPAN, STAGES)),
+                (compute_tiles, (q, slots, positions, out, tiles, queries.index(0), ks, vs, ones, k_full,
+                                 k_empty, v_full, v_empty, R, scale, 0, NUM_KV, GROUP, D, BM, KEYS, SPAN,
+                                 STAGES, HALF, ONES)),
+                (compute_tiles, (q, slots, positions, out, tiles, queries.index(1), ks, vs, ones, k_full,
+                                 k_empty, v_full, v_empty, R, scale, 1, NUM_KV, GROUP, D, BM, KEYS, SPAN,
+                                 STAGES, HALF, ONES)),
+            ],
+            [4, 4], [COMPUTE_REGISTERS, COMPUTE_REGISTERS],
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["R", "max_pages", "spans", "num_parallel"])
+def split_attention_kernel(
+    q, slots, positions, page_table, cache, parts, stats, R, max_pages, plane, spans, num_parallel, scale,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr,
+    SPAN: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr, ONES: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Store the partial results of all spans for `merge_split_kernel`; grid (NUM_KV, R, num_parallel)."""
+    dtype: gl.constexpr = q.dtype.element_ty
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
+    queries = gl.allocate_shared_memory(dtype, [1, HALF, D], q_layout)
+    ks, vs, k_full, k_empty, v_full, v_empty = make_rings(dtype, D, KEYS, SPAN, STAGES, 1)
+    ones = make_ones(dtype, KEYS, ONES)
+    gl.warp_specialize(
+        [
+            (load_split, (slots, positions, page_table, cache, ks, vs, k_full, k_empty, v_full, v_empty, R,
+                          max_pages, plane, num_parallel, NUM_KV, GROUP, D, PAGE, KEYS, SPAN, STAGES, HALF)),
+            (compute_split, (q, slots, positions, parts, stats, queries.index(0), ks, vs, ones, k_full,
+                             k_empty, v_full, v_empty, R, spans, num_parallel, scale, NUM_KV, GROUP, D, KEYS,
+                             SPAN, STAGES, HALF, ONES)),
+        ],
+        [4], [COMPUTE_REGISTERS],
+    )  # fmt: skip
+
+
+def is_usable(q: Tensor, heads: AttentionShape, cache: Tensor, sinks: Tensor | None) -> bool:
+    """Return whether the kernels compute this attention; the chip must be of compute capability 9.0."""
+    is_plain = q.dtype == cache.dtype == torch.bfloat16 and heads.window == 0 and sinks is None
+    return is_plain and heads.dim == 128 and HALF % (heads.num_q // heads.num_kv) == 0
+
+
+def _constants(heads: AttentionShape, cache: Tensor, stages: int) -> dict[str, Any]:
+    """Return the constants of both kernels; `stages` spans fit into the rings."""
+    return {
+        "NUM_KV": heads.num_kv, "GROUP": heads.num_q // heads.num_kv, "D": heads.dim, "PAGE": cache.shape[2],
+        "KEYS": KEYS, "SPAN": SPAN, "STAGES": stages, "HALF": HALF, "ONES": ONES_COLUMNS,
+        "COMPUTE_REGISTERS": COMPUTE_REGISTERS, "num_warps": 4, "enable_fp_fusion": False,
+    }  # fmt: skip
+
+
+def launch_tiles(
+    q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, tiles: Tensor, programs: int,
+    height: int, stages: int,
+) -> None:  # fmt: skip
+    """Compute a list of tiles of `height` rows times heads, HALF or 2 * HALF."""
+    tall_attention_kernel[(heads.num_kv, programs)](
+        q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, len(q), rows.page_table.shape[1],
+        cache.stride(0), heads.scale * LOG2_E, BM=height, **_constants(heads, cache, stages),
+    )  # fmt: skip
+
+
+def launch_split(
+    q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, scratch: tuple[Tensor, Tensor],
+    num_parallel: int, stages: int,
+) -> None:  # fmt: skip
+    """Compute all spans with `num_parallel` programs per row and KV head, then merge them."""
+    parts, stats = scratch
+    spans = triton.cdiv(rows.page_table.shape[1] * cache.shape[2], SPAN)
+    split_attention_kernel[(heads.num_kv, len(q), num_parallel)](
+        q, rows.slots, rows.positions, rows.page_table, cache, parts, stats, len(q), rows.page_table.shape[1],
+        cache.stride(0), spans, num_parallel, heads.scale * LOG2_E, **_constants(heads, cache, stages),
+    )  # fmt: skip
+    merge_split_kernel[(len(q), heads.num_q, heads.dim // MERGE_COLUMNS)](
+        rows.slots, rows.positions, parts, stats, out, spans,
+        HEADS=heads.num_q, D=heads.dim, COLUMNS=MERGE_COLUMNS, SPAN=SPAN, IN_FLIGHT=MERGE_IN_FLIGHT,
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
