@@ -266,13 +266,11 @@ def quantized_linear_with_an_epilogue_has_the_bits_of_two_ops() -> None:
         assert torch.equal(ops.forward.linear_act_mul(given, packed), ops.forward.act_mul(plain))
         if packed.columns != (heads.num_q + 2 * heads.num_kv) * heads.dim:
             continue
-        for norms in ([], [randn(heads.dim, seed=i, dtype=dtype) for i in (1, 2)]):
-            attention = Attention(heads, packed, None, *norms)
-            paged = [Paged(heads, [40], dtype) for _ in range(2)]
-            lines = [one.rows([(0, i) for i in range(rows)]) for one in paged]
-            got = ops.forward.linear_rope_store(given, lines[0], attention, rope, paged[0].cache, 1e-6)
-            want = ops.forward.rope_store(plain, lines[1], attention, rope, paged[1].cache, 1e-6)
-            assert bits(got) == bits(want) and bits(paged[0].cache) == bits(paged[1].cache)
+        attention, paged = Attention(heads, packed, None), [Paged(heads, [40], dtype) for _ in range(2)]
+        lines = [one.rows([(0, i) for i in range(rows)]) for one in paged]
+        got = ops.forward.linear_rope_store(given, lines[0], attention, rope, paged[0].cache, 1e-6)
+        want = ops.forward.rope_store(plain, lines[1], attention, rope, paged[1].cache, 1e-6)
+        assert bits(got) == bits(want) and bits(paged[0].cache) == bits(paged[1].cache)
 
 
 @check
@@ -575,41 +573,17 @@ def fused_gemm_has_the_bits_of_separate_ops() -> None:
         rows = paged.rows([(0, p) for p in range(20, 39)] + [(1, 6), (2, 3)])
         rows.slots[-1] = -1  # padding: nothing is stored
         rope = randn(64, heads.dim, seed=5)
-        norms = [randn(heads.dim, seed=i, dtype=torch.bfloat16) for i in (1, 2)]
-        for bias, qk_norms in product((None, randn(width, seed=4, dtype=torch.bfloat16)), ([], norms)):
+        for bias in (None, randn(width, seed=4, dtype=torch.bfloat16)):
             x, weight = (randn(n, 136, seed=n, dtype=torch.bfloat16) for n in (21, width))
             packed = ops.forward.pack_linear(weight, bias)
             caches = [paged.cache.clone(), paged.cache.clone()]
-            attention = Attention(heads, packed, None, *qk_norms)
+            attention = Attention(heads, packed, None)
             got = ops.forward.linear_rope_store(x, rows, attention, rope, caches[0], 1e-6)
-            separate = ops.forward.linear(x, packed)
-            want = ops.forward.rope_store(separate, rows, attention, rope, caches[1], 1e-6)
+            product = ops.forward.linear(x, packed)
+            want = ops.forward.rope_store(product, rows, attention, rope, caches[1], 1e-6)
             assert bits(got) == bits(want) and bits(caches[0]) == bits(caches[1])
-            assert not ops.forward._arrivals.any()
             want = ops.forward.act_mul(ops.forward.linear(x, packed))
             assert bits(ops.forward.linear_act_mul(x, packed)) == bits(want)
-
-
-@check
-def tile_does_not_change_bits_of_normed_heads() -> None:
-    """Norm heads that one program computes, and heads that several programs share."""
-    heads, dtype = AttentionShape(num_q=2, num_kv=1, dim=64, scale=0.2, window=0), torch.bfloat16
-    packed, x = (
-        ops.forward.pack_linear(randn(256, 64, seed=1, dtype=dtype)),
-        randn(20, 64, seed=2, dtype=dtype),
-    )
-    paged, rope = Paged(heads, [40], dtype), randn(64, 64, seed=5)
-    arrivals = torch.zeros(fused.MAX_ARRIVALS, dtype=torch.int32)
-    norms = fused.HeadNorms(*(randn(64, seed=i, dtype=dtype) for i in (1, 2)), 1e-6, arrivals)
-    found = set()
-    for rows, columns in product((16, 32), (16, 32, 64)):
-        cache, out = torch.zeros_like(paged.cache), torch.empty((20, 128), dtype=dtype)
-        target = fused.QkvTarget(paged.rows([(0, i) for i in range(20)]), heads, rope, cache, norms)
-        fused.linear_rope_store(x, packed, target, out, False, Tile(rows, columns, 64, 4, 2))
-        found.add((bits(out), bits(cache)))
-    assert len(found) == 1 and not arrivals.any()
-    wide = AttentionShape(num_q=2000, num_kv=1, dim=64, scale=0.2, window=0)
-    assert not norms.supports(1, wide) and not norms.supports(65, heads) and norms.supports(64, heads)
 
 
 @check

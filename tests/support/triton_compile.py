@@ -118,8 +118,7 @@ def forward(
     for norms in ((None, None), (norm, norm)):
         ops.forward.rope_store(qkv, these, Attention(heads, None, None, *norms), rope, cache, 1e-6)
     packed = PackedLinear(torch.empty((width, hidden), dtype=dtype), None)
-    for norms in ((None, None), (norm, norm)):
-        ops.forward.linear_rope_store(x, these, Attention(heads, packed, None, *norms), rope, cache, 1e-6)
+    ops.forward.linear_rope_store(x, these, Attention(heads, packed, None), rope, cache, 1e-6)
     ops.forward.linear_act_mul(x, packed)
     q = qkv[:, : heads.num_q * heads.dim].contiguous()
     ops.forward.attention(q, these, heads, cache)

@@ -1,12 +1,10 @@
 """Times the kernels of a Qwen3-30B-A3B layer at few rows on a GPU and compares their bits.
 
-    PYTHONPATH=src:tests/support:tests python bench/micro/gpu/moe_few_rows.py [--beside other_routing.py]
-        [--parts route,qkv,experts] [--seconds 55]
+    PYTHONPATH=src:tests/support:tests python bench/micro/gpu/moe_few_rows.py [--parts route,experts]
+        [--seconds 55]
 
-Routing is timed in a few variants, and beside another version of `ops/triton/moe/routing.py`. The QKV
-projection with QK norms is timed as two ops and as one kernel, the grouped GEMM over a few tiles. Every case
-is a graph of early launches that rotate over more weights than fit into the L2 cache. One line per case; the
-last line of stdout is JSON.
+Routing is timed in a few variants, the grouped GEMM over a few tiles. Every case is a graph of early launches
+that rotate over more weights than fit into the L2 cache. One line per case; the last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # bench/
 sys.path.insert(0, str(Path(__file__).parent))
 
 import argparse
-import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,14 +25,13 @@ from unittest import mock
 
 import torch
 from common.measure import finish
-from op_checks import GPU, Paged, randn, rope
+from op_checks import GPU, randn
 from op_times import micros
 from torch import Tensor
 
-from draftproof.ops import Attention, AttentionShape, Routing
+from draftproof.ops import Routing
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.compile_ahead import compile_ahead
-from draftproof.ops.triton.gemm import fused
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.moe import routing
 from draftproof.ops.triton.moe.experts import expert_linear
@@ -44,11 +40,10 @@ from draftproof.ops.triton.moe.tuning import assignment_of, random_experts
 
 BF16 = torch.bfloat16
 HIDDEN, INNER, RULE = 2048, 768, Routing(num_experts=128, top_k=8)
-HEADS = AttentionShape(num_q=32, num_kv=4, dim=128, scale=128**-0.5, window=0)
-EPS, CONTEXT, LIST_ROWS = 1e-6, 400, 16
-ROUTE_ROWS, QKV_ROWS, EXPERT_ROWS = (1, 8, 64, 256), (1, 8, 16, 64), (1, 8)
+LIST_ROWS = 16
+ROUTE_ROWS, EXPERT_ROWS = (1, 8, 64, 256), (1, 8)
 MANY_ROWS = 1024  # routed by one program a row tile
-ROUTERS, QKV_LAYERS, EXPERT_LAYERS = 160, 8, 4  # more bytes than the L2 cache
+ROUTERS, EXPERT_LAYERS = 160, 4  # more bytes than the L2 cache
 # Constants of `routing` that a variant replaces.
 ROUTE_VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
@@ -58,17 +53,6 @@ ROUTE_VARIANTS: dict[str, dict[str, Any]] = {
     "8 warps": {"WARPS": 8},
     "without prefetch": {"num_prefetch_lines": lambda *_: 0},
 }
-QKV_TILES = {
-    16: (
-        Tile(16, 16, 256, 2, 4, True), Tile(16, 16, 256, 4, 4, True), Tile(16, 16, 512, 4, 3, True),
-        Tile(16, 32, 256, 4, 4, True), Tile(16, 32, 128, 4, 6, True), Tile(16, 64, 128, 4, 6, True),
-        Tile(16, 64, 128, 8, 6, True),
-    ),
-    64: (
-        Tile(64, 32, 128, 4, 6), Tile(64, 32, 128, 4, 6, True), Tile(64, 16, 128, 4, 6),
-        Tile(64, 16, 256, 4, 4), Tile(64, 64, 128, 4, 4),
-    ),
-}  # fmt: skip
 GATE_UP_TILES = (
     Tile(16, 16, 128, 4, 5), Tile(16, 16, 256, 2, 4), Tile(16, 16, 256, 4, 4), Tile(16, 16, 512, 4, 3),
     Tile(16, 16, 256, 2, 6), Tile(16, 32, 128, 4, 5), Tile(16, 32, 256, 4, 4), Tile(16, 64, 128, 8, 4),
@@ -90,38 +74,25 @@ class Case:
     bytes_read: int = 0
 
 
-def load_module(path: str) -> Any:
-    """Import another version of a kernel file."""
-    spec = importlib.util.spec_from_file_location("beside", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["beside"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def route_cases(ops: TritonOps, beside: str | None) -> Iterator[Case]:
+def route_cases(ops: TritonOps) -> Iterator[Case]:
     """Yield the variants of routing."""
     routers = [
         ops.forward.pack_router(randn(128, HIDDEN, seed=i, dtype=BF16) / HIDDEN**0.5) for i in range(ROUTERS)
     ]
     every = randn(MANY_ROWS, HIDDEN, seed=7, dtype=BF16)
-    variants = [(label, routing, constants) for label, constants in ROUTE_VARIANTS.items()]
-    if beside:
-        variants.insert(0, ("beside", load_module(beside), {}))
     for rows in ROUTE_ROWS:
         x, size = every[:rows].contiguous(), LIST_ROWS if rows > FEW_ROWS else 0
         pdl = ops.launch.early(x)
-        for label, module, constants in [("as part of many rows", routing, None), *variants]:
+        for label, constants in [("as part of many rows", None), *ROUTE_VARIANTS.items()]:
 
             def route(
-                router: Any, given: Tensor = x, m: Any = module, c: dict[str, Any] | None = constants,
-                size: int = size, pdl: bool = pdl,
+                router: Any, given: Tensor = x, c: dict[str, Any] | None = constants, size: int = size,
+                pdl: bool = pdl,
             ) -> Any:  # fmt: skip
                 with ExitStack() as stack:
                     for name, value in (c or {}).items():
-                        stack.enter_context(mock.patch.object(m, name, value))
-                    return m.route(given, router.linear, RULE, None, router.counters, size, pdl)
+                        stack.enter_context(mock.patch.object(routing, name, value))
+                    return routing.route(given, router.linear, RULE, None, router.counters, size, pdl)
 
             def result(route: Any = route, c: Any = constants, rows: int = rows) -> tuple[Tensor, ...]:
                 found = route(routers[0], every) if c is None else route(routers[0])
@@ -129,45 +100,6 @@ def route_cases(ops: TritonOps, beside: str | None) -> Iterator[Case]:
 
             calls = [] if constants is None else [lambda r=r, f=route: f(r) for r in routers]
             yield Case(f"route, {rows} rows", label or "default", calls, result)
-
-
-def qkv_cases(ops: TritonOps) -> Iterator[Case]:
-    """Yield the QKV projection with norms, rotary embedding and KV write as two ops and as one."""
-    columns = (HEADS.num_q + 2 * HEADS.num_kv) * HEADS.dim
-    packed = [
-        ops.forward.pack_linear(randn(columns, HIDDEN, seed=i, dtype=BF16) / HIDDEN**0.5)
-        for i in range(QKV_LAYERS)
-    ]
-    q_norm, k_norm = (1 + randn(HEADS.dim, seed=i, dtype=BF16) / 8 for i in (1, 2))
-    table, turns = rope(HEADS, 2 * CONTEXT), 3 * QKV_LAYERS
-    for rows in QKV_ROWS:
-        x, paged = randn(rows, HIDDEN, seed=rows, dtype=BF16), Paged(HEADS, [CONTEXT + 1] * rows, BF16)
-        these, cache = paged.rows([(slot, CONTEXT) for slot in range(rows)]), torch.zeros_like(paged.cache)
-        pdl = ops.launch.early(x)
-        norms = fused.HeadNorms(q_norm, k_norm, EPS, ops.forward._arrivals)
-        target = fused.QkvTarget(these, HEADS, table, cache, norms)
-
-        def separate(weight: Any, x: Tensor = x, these: Any = these, cache: Tensor = cache) -> Tensor:
-            attention = Attention(HEADS, weight, None, q_norm, k_norm)
-            qkv = ops.forward.linear(x, weight)
-            return ops.forward.rope_store(qkv, these, attention, table, cache, EPS)
-
-        def together(weight: Any, tile: Tile, x: Tensor = x, target: Any = target, pdl: bool = pdl) -> Tensor:
-            out = torch.empty((len(x), HEADS.num_q * HEADS.dim), dtype=BF16, device=GPU)
-            return fused.linear_rope_store(x, weight, target, out, pdl, tile)
-
-        tiles = QKV_TILES[64 if rows > 16 else 16]
-        runs = {"two ops": separate, "linear alone": lambda w, x=x: ops.forward.linear(x, w)}
-        runs |= {str(tuple(tile)): lambda w, t=tile, f=together: f(w, t) for tile in tiles}
-        for label, run in runs.items():
-
-            def result(run: Any = run, cache: Tensor = cache) -> tuple[Tensor, ...]:
-                cache.zero_()
-                return run(packed[0]), cache.clone()
-
-            group = f"qkv, {rows} rows" + (", no epilogue" if label == "linear alone" else "")
-            calls = [lambda i=i, f=run: f(packed[i % QKV_LAYERS]) for i in range(turns)]
-            yield Case(group, label, calls, result, columns * HIDDEN * 2)
 
 
 def expert_cases(ops: TritonOps) -> Iterator[Case]:
@@ -222,14 +154,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--beside", help="another version of routing.py")
-    parser.add_argument("--parts", default="route,qkv,experts")
+    parser.add_argument("--parts", default="route,experts")
     parser.add_argument("--seconds", type=float, default=55)
     options = parser.parse_args()
     begin, ops = time.monotonic(), TritonOps(GPU)
     parts: dict[str, Callable[[], Iterator[Case]]] = {
-        "route": lambda: route_cases(ops, options.beside),
-        "qkv": lambda: qkv_cases(ops),
+        "route": lambda: route_cases(ops),
         "experts": lambda: expert_cases(ops),
     }
     cases = [case for part in options.parts.split(",") for case in parts[part]()]

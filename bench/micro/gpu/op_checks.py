@@ -352,17 +352,15 @@ def two_ops_in_one(ops: TritonOps) -> None:
             randn(2 * inner, hidden, seed=2, dtype=torch.bfloat16) / hidden**0.5
         )
         paged, table = Paged(heads, [520], torch.bfloat16), rope(heads, 600)
-        norms = [randn(heads.dim, seed=i, dtype=torch.bfloat16) for i in (4, 5)]
         x = randn(512, hidden, seed=3, dtype=torch.bfloat16)
         for count in (n for n in COUNTS if n <= 512):
             rows = paged.rows([(0, p) for p in range(count)])
+            caches = [torch.zeros_like(paged.cache), torch.zeros_like(paged.cache)]
+            attention = Attention(heads, qkv, None)
+            got = ops.forward.linear_rope_store(x[:count], rows, attention, table, caches[0], 1e-6)
             product = ops.forward.linear(x[:count], qkv)
-            for qk_norms in ([], norms):
-                caches = [torch.zeros_like(paged.cache), torch.zeros_like(paged.cache)]
-                attention = Attention(heads, qkv, None, *qk_norms)
-                got = ops.forward.linear_rope_store(x[:count], rows, attention, table, caches[0], 1e-6)
-                want = ops.forward.rope_store(product, rows, attention, table, caches[1], 1e-6)
-                assert torch.equal(got, want) and torch.equal(*caches), f"linear_rope_store, {count} rows"
+            want = ops.forward.rope_store(product, rows, attention, table, caches[1], 1e-6)
+            assert torch.equal(got, want) and torch.equal(*caches), f"linear_rope_store, {count} rows"
             got, want = (
                 ops.forward.linear_act_mul(x[:count], gate_up),
                 ops.forward.act_mul(ops.forward.linear(x[:count], gate_up)),

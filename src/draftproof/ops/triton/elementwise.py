@@ -73,12 +73,6 @@ def rms_normed(x, weight, eps, D: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def norm_half(x, scale, weight, dtype: tl.constexpr):
-    """Norm one half of heads x [M, D / 2] in fp32: x * scale, rounded to `dtype`, times weight, rounded."""
-    return ((x * scale[:, None]).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
-
-
-@triton.jit
 def rms_norm_kernel(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """RMS norm of x [R, D] with weight [D] -> out [R, D]."""
     pdl_sync(PDL)

@@ -58,7 +58,6 @@ class TritonForward(TritonLatent, TritonMoe):
         self.selector = GemmSelector(self.gemm, self.cublas)
         self.tuner = create_tuner(launch, self.gemm)
         self.mixture = MixtureOfExperts(launch, self.tiles)
-        self._arrivals = torch.zeros(fused.MAX_ARRIVALS, dtype=torch.int32, device=launch.device)
         self._partials = splitkv.PartialBuffers(launch.device)
         self._splitkv = splitkv.SplitKVAttention(self._partials, chip.shared_per_program)
         has_wgmma = chip.capability == (9, 0)
@@ -172,15 +171,10 @@ class TritonForward(TritonLatent, TritonMoe):
     ) -> Tensor:
         packed, heads, epilogue = attention.qkv, attention.heads, Epilogue.ROPE_STORE
         run_separate = partial(super().linear_rope_store, x, rows, attention, rope, cache, eps)
-        can_fuse = supports_fused(packed, len(x), epilogue, heads.dim) and attention.q_row_norm is None
-        can_fuse &= kv_format(cache.dtype) is None  # a scale is that of a whole head
-        norms = None
-        if attention.q_norm is not None and attention.k_norm is not None:
-            norms = fused.HeadNorms(attention.q_norm, attention.k_norm, eps, self._arrivals)
-            can_fuse &= norms.supports(len(x), heads)
-        elif attention.q_norm is not None or attention.k_norm is not None:
-            can_fuse = False
-        if not can_fuse:
+        norms = (attention.q_norm, attention.k_norm, attention.q_row_norm)
+        needs_heads = any(norm is not None for norm in norms)
+        needs_heads |= kv_format(cache.dtype) is not None  # a scale is that of a whole head
+        if needs_heads or not supports_fused(packed, len(x), epilogue, heads.dim):
             return run_separate()
         x, dtype = check_input(x, packed, None)
         rope = kernel_utils.matrix("rope", rope, heads.dim, FP32)
@@ -189,11 +183,11 @@ class TritonForward(TritonLatent, TritonMoe):
             raise ConfigError(f"a weight of {packed.columns} columns for {heads}")
         out = self._launch.empty((len(x), heads.num_q * heads.dim), dtype)
         pdl, tile = self._launch.early(x), self.tiles.select("fused", len(x), packed)
-        target = fused.QkvTarget(rows, heads, rope, cache, norms)
+        launch = fused.linear_rope_store
         if packed.format is not None:
             inputs = prepare_rows(x, packed, pdl, MAX_INLINE_ROWS)
-            return quantized.linear_rope_store(inputs, packed, target, out, pdl, tile)
-        run_fused = partial(fused.linear_rope_store, x, packed, target, out, pdl, tile)
+            return quantized.linear_rope_store(inputs, packed, rows, heads, rope, cache, out, pdl, tile)
+        run_fused = partial(launch, x, packed, rows, heads, rope, cache, out, pdl, tile)
         return self.selector.run_epilogue(packed, x, epilogue, heads.dim, run_fused, run_separate, pdl)
 
     def linear_act_mul(self, x: Tensor, packed: PackedLinear, activation: str = "silu") -> Tensor:

@@ -1,7 +1,7 @@
 """QK norm, rotary embedding and KV cache write in one kernel.
 
-Compiled without contraction of multiply and add, so that the fused GEMM (`gemm/fused.py`) norms and rotates
-with the same bits. A row whose slot is negative is padding: its q is computed, its k and v are not stored.
+Compiled without contraction of multiply and add, so that the fused GEMM (`gemm/fused.py`) rotates with the
+same bits. A row whose slot is negative is padding: its q is computed, its k and v are not stored.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from draftproof.ops import Attention, Rows
 from draftproof.ops.triton.attention.kv_cache import store_kv
-from draftproof.ops.triton.elementwise import inverse_rms, norm_half, tree_sum_rows
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 
-HEADS_PER_PROGRAM = 16
+HEADS_PER_PROGRAM = 16  # fixed, so that the norm of a head has one reduction tree
 
 
 @triton.jit
@@ -41,17 +40,18 @@ def rope_store_kernel(
     second = tl.load(source + MIDDLE, mask=valid, other=0.0).to(tl.float32)
     x, y = first, second
     if Q_NORM or K_NORM:
-        scale = inverse_rms(tree_sum_rows(x * x + y * y), eps, D)
+        scale = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / D + eps)[:, None]
+        x_unit, y_unit = (x * scale).to(dtype).to(tl.float32), (y * scale).to(dtype).to(tl.float32)
         if Q_NORM:
-            w1 = tl.load(q_norm + j, mask=j < MIDDLE, other=0.0).to(tl.float32)
-            w2 = tl.load(q_norm + MIDDLE + j, mask=j < MIDDLE, other=0.0).to(tl.float32)
-            x = tl.where(is_q[:, None], norm_half(first, scale, w1, dtype), x)
-            y = tl.where(is_q[:, None], norm_half(second, scale, w2, dtype), y)
+            w1 = tl.load(q_norm + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
+            w2 = tl.load(q_norm + MIDDLE + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
+            x = tl.where(is_q[:, None], (x_unit * w1).to(dtype).to(tl.float32), x)
+            y = tl.where(is_q[:, None], (y_unit * w2).to(dtype).to(tl.float32), y)
         if K_NORM:
-            w3 = tl.load(k_norm + j, mask=j < MIDDLE, other=0.0).to(tl.float32)
-            w4 = tl.load(k_norm + MIDDLE + j, mask=j < MIDDLE, other=0.0).to(tl.float32)
-            x = tl.where(is_q[:, None], x, norm_half(first, scale, w3, dtype))
-            y = tl.where(is_q[:, None], y, norm_half(second, scale, w4, dtype))
+            w3 = tl.load(k_norm + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
+            w4 = tl.load(k_norm + MIDDLE + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
+            x = tl.where(is_q[:, None], x, (x_unit * w3).to(dtype).to(tl.float32))
+            y = tl.where(is_q[:, None], y, (y_unit * w4).to(dtype).to(tl.float32))
     angle = rope + tl.load(positions + row) * D + j
     cos = tl.load(angle, mask=j < MIDDLE, other=0.0)[None, :]
     sin = tl.load(angle + MIDDLE, mask=j < MIDDLE, other=0.0)[None, :]

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.elementwise import act_gate
-from draftproof.ops.triton.gemm.fused import QkvTarget, finish_head_tile, qkv_arguments, qkv_constants
+from draftproof.ops.triton.gemm.fused import load_rope_rows, rope_store_tile
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import INTERPRETED, launch_options, next_power_of_two
@@ -107,10 +108,10 @@ def quantized_linear_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def quantized_pairs_kernel(
-    x, w, row_scales, scales, zeros, bias, out, positions, slots, kv_index, rope, cache, q_norm, k_norm,
-    product, arrivals, eps, M, N, K, pair_offset, plane, weight_rows,
+    x, w, row_scales, scales, zeros, bias, out, positions, slots, kv_index, rope, cache, M, N, K, pair_offset,
+    plane, weight_rows,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_BIAS: tl.constexpr, ROPE: tl.constexpr,
-    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+    NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, HALF: tl.constexpr, INT4_ZERO: tl.constexpr,
     SCALE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, PACKED_MATH: tl.constexpr,
     EVEN_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr, X_ROWS: tl.constexpr,
@@ -154,10 +155,10 @@ def quantized_pairs_kernel(
         high += tl.load(bias + rn + pair_offset, mask=col_ok, other=0.0)[None, :]
     low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
     if ROPE:
-        finish_head_tile(
-            low, high, rm, row_ok, pid % grid_m, head, j, positions, slots, kv_index, rope, cache, out, plane,
-            q_norm, k_norm, eps, product, arrivals, BN, NUM_Q, NUM_KV, D, NORM,
-        )  # fmt: skip
+        cos, sin, kv_place, is_real = load_rope_rows(rm, row_ok, j, positions, slots, kv_index, rope, D)
+        rope_store_tile(
+            low, high, cos, sin, kv_place, is_real, rm, row_ok, head, j, cache, out, plane, NUM_Q, NUM_KV, D
+        )
     else:
         pointers = out + rm.to(tl.int64)[:, None] * N + rn[None, :]
         inside = row_ok[:, None] & col_ok[None, :]
@@ -216,28 +217,35 @@ def linear_act_mul(
 ) -> Tensor:  # fmt: skip
     """Store a gate and up projection with its activation to `out`, and return it."""
     inner = out.shape[1]
-    return _launch_pairs(x, packed, out, tile, triton.cdiv(inner, tile.bn), inner, inner, pdl, activation)
+    columns = triton.cdiv(inner, tile.bn)
+    return _launch_pairs(x, packed, out, tile, columns, inner, inner, pdl, activation=activation)
 
 
 def linear_rope_store(
-    x: Tensor | QuantizedRows, packed: PackedLinear, target: QkvTarget, out: Tensor, pdl: bool, tile: Tile
-) -> Tensor:
-    """Store q of a QKV projection to `out` and return it; k and v go to the cache of `target`."""
-    tile, columns = target.split(tile)
-    half_dim = target.heads.dim // 2
-    return _launch_pairs(x, packed, out, tile, columns, packed.columns // 2, half_dim, pdl, target=target)
+    x: Tensor | QuantizedRows, packed: PackedLinear, rows: Rows, heads: AttentionShape, rope: Tensor,
+    cache: Tensor, out: Tensor, pdl: bool, tile: Tile,
+) -> Tensor:  # fmt: skip
+    """Store q of a QKV projection with rotary embedding to `out` and return it; k and v go to `cache`."""
+    half_dim = heads.dim // 2
+    tile = tile._replace(bn=min(tile.bn, half_dim & -half_dim))  # a power of two that divides the half
+    total = heads.num_q + 2 * heads.num_kv
+    columns, half_columns = total * (half_dim // tile.bn), total * half_dim
+    return _launch_pairs(x, packed, out, tile, columns, half_columns, half_dim, pdl, rows, heads, rope, cache)
 
 
 def _launch_pairs(
     x: Tensor | QuantizedRows, packed: PackedLinear, out: Tensor, tile: Tile, columns: int, half_columns: int,
-    pair_offset: int, pdl: bool, activation: str = "silu", target: QkvTarget | None = None,
+    pair_offset: int, pdl: bool, rows: Rows | None = None, heads: AttentionShape | None = None,
+    rope: Tensor | None = None, cache: Tensor | None = None, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel and return `out`; `target` of a QKV projection."""
+    """Launch the kernel and return `out`; `rows`, `heads`, `rope` and `cache` of a QKV projection."""
     values, *weights = _inputs(x, packed)
     count, depth = values.shape
+    ints = (rows.positions, rows.slots, rows.kv_index) if rows else (out, out, out)
     quantized_pairs_kernel[(columns * triton.cdiv(count, tile.bm),)](
-        values, *weights, out, *qkv_arguments(target, out), count, half_columns, depth, pair_offset,
-        0 if target is None else target.cache.stride(0), packed.columns, ACTIVATION=activation,
-        **qkv_constants(target), **_constants(values, packed, tile, pdl),
+        values, *weights, out, *ints, out if rope is None else rope, out if cache is None else cache,
+        count, half_columns, depth, pair_offset, 0 if cache is None else cache.stride(0), packed.columns,
+        ROPE=heads is not None, NUM_Q=heads.num_q if heads else 0, NUM_KV=heads.num_kv if heads else 0,
+        D=heads.dim if heads else 0, ACTIVATION=activation, **_constants(values, packed, tile, pdl),
     )  # fmt: skip
     return out
