@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import _dynfunc, njit, types
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.extending import intrinsic
 
 # (address of int64 arguments, rows, thread, threads, address of the thread's scratch)
@@ -33,8 +35,39 @@ SYMBOL_NUMBER_BITS = 62
 FunctionIdentity._unique_ids = itertools.count(secrets.randbits(SYMBOL_NUMBER_BITS))
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+
+
+class DeviceLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """Optimised LLVM code of a device function, from which no machine code is made."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+
+class DeviceCompiler(Compiler):  # type: ignore[misc]
+    """Compiler of device functions, which are linked into kernels and never called by themselves."""
+
+    def define_pipelines(self) -> Any:
+        state = self.state
+        state.flags.no_compile = True
+        state.library = DeviceLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        return super().define_pipelines()
+
+    def _compile_core(self) -> Any:
+        compiled = super()._compile_core()
+        fndesc, library = compiled.fndesc, compiled.library
+        module, name = fndesc.lookup_module(), fndesc.qualname
+        # The key by which callers find the code. Its address is 0, as that of any function without a wrapper.
+        key = _dynfunc.make_function(module, name, name, 0, compiled.environment, (library,))
+        self.state.targetctx.insert_user_function(key, fndesc, [library])
+        return compiled._replace(entry_point=key)
+
+
 # Only kernels call device functions: code to call them from Python would be compiled for each.
 DEVICE_OPTIONS: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+DEVICE_OPTIONS["pipeline_class"] = DeviceCompiler
 
 
 def device(fn: Callable[..., Any]) -> Any:
