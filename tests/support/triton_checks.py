@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -135,12 +136,16 @@ class _Launch:
 
     scope: Any = None
     modules: set[str] = set()  # triton.language and parts of it that are patched
+    names: dict[str, set[str]] = {}  # module of functions -> those that it refers to
 
     def patch(self, function):  # type: ignore[no-untyped-def]
         """Patch the modules that a function refers to, unless this launch has done so."""
         if self.scope is None or not self.scope._changes:  # restored: that launch has ended
             self.scope, self.modules = interpreter._LangPatchScope(), set()
-        names = {value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core}
+        if function.__module__ not in self.names:
+            used = (value for value in function.__globals__.values() if value is tl or value is tl.core)
+            self.names[function.__module__] = {value.__name__ for value in used}
+        names = self.names[function.__module__]
         if not names <= self.modules:
             self.scope._changes += _plain_patch_lang(function)._changes
             self.modules |= names
@@ -154,6 +159,9 @@ interpreter.InterpreterBuilder.cast_impl = _cast
 _plain_convert = interpreter.InterpreterBuilder.create_fp_to_fp
 interpreter.InterpreterBuilder.create_fp_to_fp = _to_e4m3
 interpreter.InterpreterBuilder.create_dot = _dot
+# Checks of integers for overflow took a fifth of the time; no index of these sizes comes near 2^31.
+options = interpreter.interpreter_builder.options
+interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
 ops, ref = resolve("triton", CPU), ReferenceOps(CPU)
 CHECKS: dict[str, dict[str, Callable[[], None]]] = defaultdict(dict)  # module -> name -> check
 
