@@ -101,6 +101,7 @@ def pytest_collection_finish() -> None:
     """Exclude modules and tests, which stay until the process ends, from garbage collection."""
     gc.freeze()
     gc.enable()
+    gc.set_threshold(10_000)  # tests make many objects, and few cycles
 
 
 @pytest.fixture(scope="session")

@@ -77,8 +77,9 @@ def options_of(method, arch="llama", dtype="float32"):
 
 @pytest.mark.parametrize("arch", tiny.ARCHITECTURES)
 def test_two_and_four_ranks_give_the_bits_of_one(arch):
+    """Use four ranks, and two with weights of every kind: dense, experts, latent attention, biases."""
     one = alone(Ranks(arch, 1))
-    for size in (2, 4):
+    for size in (2, 4) if arch in ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss") else (4,):
         assert together(Ranks(arch, size), options_of("ngram")) == one
 
 

@@ -35,7 +35,7 @@ def model(smollm2, smollm2_path):
     assert len(ids[0]) > 100
 
     def request(index: int, temperature: float, k: int | None = None) -> Request:
-        options = {"max_tokens": 16, "logprobs": 5, **PROMPTS[index][1]}
+        options = {"max_tokens": 10, "logprobs": 5, **PROMPTS[index][1]}
         speculative = {"num_speculative_tokens": k}
         params = SamplingParams(temperature=temperature, speculative=speculative, **options)
         return tiny.request(index, params, prompt_token_ids=ids[index], eos_token_ids=tokenizer.eos_token_ids)
@@ -97,4 +97,4 @@ def test_smollm2_is_exact(model, method, k, batch, dtype, temperature, overlap):
     check_empty(target)
     assert [line for name in alone for line in compare(name, alone[name], records[name])] == []
     if method == "ngram" and temperature == 0:  # the continuation is a copy
-        assert sum(step.num_accepted for step in records["0"].steps) >= 8
+        assert sum(step.num_accepted for step in records["0"].steps) >= 5

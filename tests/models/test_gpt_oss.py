@@ -11,7 +11,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import tiny
 from draftproof.config import EngineConfig
@@ -67,6 +66,8 @@ def packed(outputs: int, inputs: int, generator: torch.Generator) -> tuple[Tenso
 
 def write(folder: Path) -> Any:
     """Save a random model in bf16 with experts in mxfp4; return the same model in fp32."""
+    from transformers.integrations import mxfp4  # two seconds, in each process that reads the tests
+
     torch.manual_seed(0)
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**OPTIONS)).eval()
     for value in model.parameters():
@@ -81,7 +82,7 @@ def write(folder: Path) -> Any:
             blocks, exponents = packed(outputs, inputs, generator)
             del tensors[name]
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
-            values = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
+            values = mxfp4.convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
             getattr(block.mlp.experts, each).data = values
     save_file(tensors, file)
     raw = json.loads(path.read_text())

@@ -94,11 +94,12 @@ class Case:
     grammar: str = "none"  # a key of `grammars.STRUCTURES`
     priority: int = 0
     salt: str | None = None
+    max_tokens: int = 14  # unless the option names another number
 
     def request(self, plain: bool = False) -> Request:
         options = dict(OPTIONS[self.option])
         bad = options.pop("bad_word_ids", ())
-        base = {"max_tokens": 14, "logprobs": 5, "prompt_logprobs": 3 if self.prompt else None}
+        base = {"max_tokens": self.max_tokens, "logprobs": 5, "prompt_logprobs": 3 if self.prompt else None}
         speculative: dict[str, Any] = {"verify_strategy": self.strategy}
         if not plain:
             speculative |= {"enabled": self.enabled, "num_speculative_tokens": self.k}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import heads
 import tiny
-from covering import pairwise
+from covering import each_level, pairwise
 from draftproof.ops.contract.kv_layout import KV_FORMATS
 from draftproof.propose import PROPOSERS
 from draftproof.registry import lookup
@@ -19,6 +20,7 @@ TEST_METHODS = [f"proposers:{name}" for name in ("Junk", "Perfect", "Flaky", "Se
 # Proposers with code of their own: of those that share code, the first.
 DISTINCT_METHODS = [*{heads.code_of(name): name for name in reversed(PROPOSERS)}.values(), *TEST_METHODS]
 EXACT = [name for name in STRATEGIES if lookup(STRATEGIES, name, "strategy").seed_exact]
+MAX_TOKENS = 10
 LENGTH = {16: 40, 64: 100, 512: 120}  # chunk -> prompt length; 7 prompts exceed 512
 TRAFFIC: dict[str, dict[str, Any]] = {
     "together": {},
@@ -50,12 +52,21 @@ FACTORS = {
 COSTS = {"batch": {1: 2, 2: 3, 7: 7}}
 # An option changes logits rows, which every architecture computes alike.
 MATRIX = pairwise(FACTORS, unrelated=[("option", "arch")], costs=COSTS)
-# The cases of gpt-oss once more, with experts in mxfp4.
-MXFP4_MATRIX = [
-    {**case, "arch": "gpt_oss_mxfp4", "quantization": "none"} for case in MATRIX if case["arch"] == "gpt_oss"
-]
 # Factors of the kernels that threads share.
 KERNEL_FACTORS = ("arch", "batch", "chunk", "dtype", "quantization", "kv_cache_dtype")
+
+
+def num_rows(case: Mapping[str, Any]) -> int:
+    """Return about how much a case computes."""
+    found: int = case["batch"] * LENGTH[case["chunk"]]
+    return found
+
+
+# Cases of gpt-oss once more, with experts in mxfp4.
+MXFP4_MATRIX = [
+    {**case, "arch": "gpt_oss_mxfp4", "quantization": "none"}
+    for case in each_level([c for c in MATRIX if c["arch"] == "gpt_oss"], num_rows, KERNEL_FACTORS)
+]
 DEVICE_TEST_METHODS = [f"proposers:Device{name}" for name in ("Junk", "Perfect", "Flaky")]
 # Options with which steps can overlap.
 OVERLAP_OPTIONS = ["none", "top_p", "repetition", "frequency", "logit_bias", "allowed", "min_tokens"]
@@ -64,6 +75,8 @@ OVERLAP_OPTIONS += ["named_logprobs", "all_logprobs", "draft_logprobs"]
 # Grammars have a matrix of their own, since they leave few tokens to choose from.
 GRAMMAR_OPTIONS = ["none", "top_k", "min_p", "repetition", "bad_words", "min_tokens", "ignore_eos"]
 GRAMMAR_OPTIONS += ["stop_ids", "processor", "draft_logprobs", "mix"]
+GRAMMAR_METHODS = [*DISTINCT_METHODS, *DEVICE_TEST_METHODS]
+SCHEDULER_FACTORS = ("batch", "chunk", "traffic", "prefix", "pages", "priority")
 # Factors of the forward pass, which has no part in grammars or overlap; all levels are in the matrix above.
 ONE_MODEL = {"dtype": ["bfloat16"], "quantization": ["none"]}
 GRAMMAR_MATRIX = pairwise(
@@ -74,8 +87,11 @@ GRAMMAR_MATRIX = pairwise(
         "kv_cache_dtype": ["auto"],
         "option": GRAMMAR_OPTIONS,
         "grammar": ["json", "regex", "choice", "reasoning_token", "reasoning_text", "none", *BUDGETS],
-        "method": [*DISTINCT_METHODS, *DEVICE_TEST_METHODS],
+        # Drafts that are all wrong or all right are among those that are partly right.
+        "method": [name for name in GRAMMAR_METHODS if not name.endswith(("Junk", "Perfect"))],
     },
+    # Options beside methods, and factors of the scheduler beside options, are in the matrix above.
+    unrelated=[("option", other) for other in ("method", *SCHEDULER_FACTORS)],
     costs=COSTS,
 )
 
@@ -95,7 +111,7 @@ def check(levels: dict[str, Any], backend: str = "auto", threads: int = 1, devic
         grammar=grammar,
     )
     others = NEIGHBOURS[levels["k"] % 3 :] + NEIGHBOURS[: levels["k"] % 3]  # other pairs
-    cases = [first, *others[: levels["batch"] - 1]]
+    cases = [replace(case, max_tokens=MAX_TOKENS) for case in (first, *others[: levels["batch"] - 1])]
     if levels["overlap"] and levels["option"] in OVERLAP_OPTIONS:  # the neighbours must allow overlap too
         free = {"option": "eos", "grammar": "none"}
         cases = [replace(case, **free) if case.option == "mix" else case for case in cases]
@@ -105,7 +121,7 @@ def check(levels: dict[str, Any], backend: str = "auto", threads: int = 1, devic
         cases = [replace(case, salt=f"salt {case.index % 2}") for case in cases]
     sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": levels["prefix"] != "off"}
     if levels["pages"] != "many":
-        longest = max(case.length for case in cases) + 14
+        longest = max(case.length for case in cases) + MAX_TOKENS
         sizes["kv_cache_tokens"] = (longest + 15) // 8 * 8  # the longest just fits
     kv_cache_dtype = levels.get("kv_cache_dtype", "auto")
     if tiny.model_config(levels["arch"]).latent is not None:  # refused: see `test_latent`

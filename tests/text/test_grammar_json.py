@@ -147,7 +147,7 @@ def test_smollm2_outputs_follow_the_schema_with_and_without_drafts(smollm2_path:
         },
         "required": ["name", "age", "tags"],
     }
-    people = ["Ada", "Bruno", "Chidi", "Dana"]
+    people = ["Ada", "Bruno"]
     prompts = [f'{{"name": "Zoë", "age": 3, "tags": ["a", "b"]}}\nNow {name} as JSON:\n' for name in people]
     wanted = {"json": schema, "max_whitespace": 1}
 
@@ -235,7 +235,7 @@ def sampled(strategy: str, proposer: str, count: int = COUNT) -> list[tuple[str,
         "verify_strategy": strategy,
         "adaptive": False,
     }
-    target = tiny.engine(speculative=spec, max_num_seqs=64, max_num_batched_tokens=1024, debug=False)
+    target = tiny.engine(speculative=spec, max_num_seqs=256, max_num_batched_tokens=4096, debug=False)
     params = SamplingParams(temperature=3.0, max_tokens=8, structured_outputs={"regex": REGEX})
     given = {"prompt_token_ids": tiny.prompt(0), "grammar": grammars.grammars().compile(params)}
     requests = [tiny.request(i, params, **given) for i in range(count)]

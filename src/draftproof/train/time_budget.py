@@ -46,7 +46,7 @@ def measured(trainer: Trainer, began: float, tokens: int) -> TimeEstimate:
         target_states.compute_all()  # compiles and allocates
         target_states.release()
         once += _timed(trainer, target_states.compute_all) * tokens / int(trainer.batches.begins[-1])
-    update, first = time_updates(trainer)
+    update, first = time_updates(trainer, TIMED_UPDATES)
     # Compilation and capture, twice: other shapes follow.
     once += 2 * max(0.0, first - TIMED_UPDATES * update)
     trainer.accepted(held[:GROUP_TEXTS])  # compiles, too
