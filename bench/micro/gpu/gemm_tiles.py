@@ -27,6 +27,7 @@ import torch
 from common.measure import finish
 from op_checks import GPU, randn
 from op_times import BF16, L2, micros
+from torch import Tensor
 
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import fused
@@ -96,6 +97,11 @@ def pack_random(ops: TritonOps, kind: str, columns: int, depth: int, seed: int) 
     return ops.forward.pack_quantized(kind, data, scales, None)
 
 
+def linear_of_row(x: Tensor, packed: PackedLinear, out: Tensor, tile: Tile) -> None:
+    """Multiply one row in bf16, with the kernel that quantises it where the tile needs that."""
+    quantized.linear(prepare_rows(x, packed, True, tile), packed, out, True, tile)
+
+
 def make_call(
     ops: TritonOps, variant: str, rows: int, packed: PackedLinear
 ) -> Callable[[Tile], Callable[[], Any]]:
@@ -104,6 +110,8 @@ def make_call(
     columns = packed.columns if variant == "dense" else packed.columns // 2
     out = torch.empty((rows, columns), dtype=BF16, device=GPU)
     if packed.format is not None:
+        if packed.format == "w8a8" and variant == "dense" and rows == 1:
+            return lambda tile: partial(linear_of_row, x, packed, out, tile)
         run = quantized.linear if variant == "dense" else quantized.linear_act_mul
         inputs = prepare_rows(x, packed, False)
         return lambda tile: partial(run, inputs, packed, out, True, tile)

@@ -22,7 +22,7 @@ from draftproof.ops.triton.gemm.autotune import create_tuner
 from draftproof.ops.triton.gemm.cublas import Cublas, Mode
 from draftproof.ops.triton.gemm.select import WEIGHT_FORMATS, Epilogue, GemmSelector, supports_fused
 from draftproof.ops.triton.gemm.tile_cache import initial_tiles
-from draftproof.ops.triton.gemm.tiles import MAX_INLINE_ROWS, TileTable
+from draftproof.ops.triton.gemm.tiles import TileTable
 from draftproof.ops.triton.gemm.weight import PackedLinear, check_input, pack, pack_quantized
 from draftproof.ops.triton.kernel_utils import FP32, INTS, LaunchContext, check_rows
 from draftproof.ops.triton.latent import TritonLatent
@@ -185,7 +185,7 @@ class TritonForward(TritonLatent, TritonMoe):
         pdl, tile = self._launch.early(x), self.tiles.select("fused", len(x), packed)
         launch = fused.linear_rope_store
         if packed.format is not None:
-            inputs = prepare_rows(x, packed, pdl, MAX_INLINE_ROWS)
+            inputs = prepare_rows(x, packed, pdl)
             return quantized.linear_rope_store(inputs, packed, rows, heads, rope, cache, out, pdl, tile)
         run_fused = partial(launch, x, packed, rows, heads, rope, cache, out, pdl, tile)
         return self.selector.run_epilogue(packed, x, epilogue, heads.dim, run_fused, run_separate, pdl)
@@ -198,7 +198,7 @@ class TritonForward(TritonLatent, TritonMoe):
         out = self._launch.empty((len(x), packed.columns // 2), dtype)
         pdl, tile = self._launch.early(x), self.tiles.select("fused", len(x), packed)
         if packed.format is not None:
-            inputs = prepare_rows(x, packed, pdl, MAX_INLINE_ROWS)
+            inputs = prepare_rows(x, packed, pdl)
             return quantized.linear_act_mul(inputs, packed, out, pdl, tile, activation)
         run_fused = partial(fused.linear_act_mul, x, packed, out, pdl, tile, activation)
         return self.selector.run_epilogue(packed, x, epilogue, 0, run_fused, run_separate, pdl)

@@ -21,7 +21,6 @@ from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.tile_cache import cache_file, save_tiles
 from draftproof.ops.triton.gemm.tiles import (
     BF16_TILES,
-    MAX_INLINE_ROWS,
     UNLIMITED_SHARED_BYTES,
     Tile,
     TileKey,
@@ -188,9 +187,11 @@ def create_tuner(launch: LaunchContext, gemm: dense.Gemm) -> TileTuner | None:
             out = torch.empty_like(x)
         early = launch.early(x)
         if packed.format:
-            inputs = prepare_rows(x, packed, early, MAX_INLINE_ROWS)
-            run = quantized.linear if key.variant == "dense" else quantized.linear_act_mul
-            return lambda: run(inputs, packed, out, early, tile)
+            if key.variant == "dense":
+                inputs = prepare_rows(x, packed, early, tile)
+                return lambda: quantized.linear(inputs, packed, out, early, tile)
+            inputs = prepare_rows(x, packed, early)
+            return lambda: quantized.linear_act_mul(inputs, packed, out, early, tile)
         if key.variant == "dense":
             return lambda: gemm(x, packed, out, early, tile)
         return lambda: fused.linear_act_mul(x, packed, out, early, tile)

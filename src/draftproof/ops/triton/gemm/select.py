@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.cublas import Cublas
-from draftproof.ops.triton.gemm.tiles import MAX_INLINE_ROWS, QUANTIZED_TILES
+from draftproof.ops.triton.gemm.tiles import QUANTIZED_TILES
 from draftproof.ops.triton.gemm.weight import PackedLinear, WeightKind
 from draftproof.ops.triton.quantized import gemm as quantized
 from draftproof.ops.triton.quantized.rows import QuantizedRows, prepare_rows
@@ -113,7 +113,7 @@ class GemmSelector:
         if packed.format is not None or isinstance(x, QuantizedRows):
             if len(x):
                 tile = self.gemm.tiles.select("dense", len(x), packed)
-                quantized.linear(prepare_rows(x, packed, pdl, MAX_INLINE_ROWS), packed, out, pdl, tile)
+                quantized.linear(prepare_rows(x, packed, pdl, tile), packed, out, pdl, tile)
             return
         self.select_gemm(packed, x)
         done = self.cublas.leading_rows(x, packed, out, pdl)

@@ -33,10 +33,6 @@ MXFP4_DEPTH = 128  # of a step of mxfp4
 ROW_BUCKETS = (16, 32, 64, 128, 256, 512, ANY_ROWS)  # maximum rows of each bucket
 ONE_ROW_KINDS = frozenset({"w8a8"})  # formats with tiles of one row, which do without the tensor core
 ONE_ROW_DEPTH = 16  # bytes that divide the depth of their weights: one load of a thread
-# Rows in bf16 that a GEMM with a w8a8 weight quantises itself. Every program reads all of them twice, so that
-# with more rows a separate kernel is cheaper.
-MAX_INLINE_ROWS = 1
-MAX_INLINE_TILE_ROWS = 16  # of tiles for so few rows
 MIN_DOT_COLUMNS, MIN_ONE_ROW_COLUMNS = 16, 4  # of a tile: with the tensor core, and without
 
 
@@ -78,10 +74,7 @@ FP32_TILES = {
 # that of a chunk (e4m3) or of the layout (4 bits).
 QUANTIZED_TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     "w8a8": {
-        1: (
-            Tile(1, 8, 1024, 4, 1, True), Tile(1, 8, 2048, 4, 1, True), Tile(1, 16, 1024, 4, 1, True),
-            Tile(16, 32, 512, 4, 6, True),
-        ),
+        1: (Tile(1, 8, 1024, 4, 1, True), Tile(1, 8, 2048, 4, 1, True), Tile(1, 16, 1024, 4, 1, True)),
         16: (
             Tile(16, 32, 512, 4, 6, True), Tile(16, 16, 512, 2, 6, True), Tile(16, 64, 256, 4, 6, True),
             Tile(16, 32, 512, 2, 4, True), Tile(16, 64, 128, 4, 5),
@@ -156,8 +149,6 @@ def fused_form(tile: Tile) -> Tile:
 def shared_bytes(tile: Tile, variant: Variant, kind: str) -> int:
     """Return the shared memory of the pipeline of `tile`, or more: some targets use one buffer less."""
     x_bytes, weight_bytes = ELEMENT_BYTES.get(kind, (1, 1))
-    if kind == "w8a8" and tile.bm <= MAX_INLINE_TILE_ROWS:
-        x_bytes = 2  # bf16
     pairs = 2 if variant in ("fused", "experts_gate_up") else 1
     return (tile.bm * x_bytes + pairs * tile.bn * weight_bytes) * tile.bk * tile.stages
 

@@ -11,14 +11,7 @@ import triton
 import triton.language as tl
 
 from draftproof.ops.triton.kernel_utils import pdl_wait_mask
-from draftproof.ops.triton.quantized.inline import (
-    existing_rows,
-    prefetch_weight,
-    quantized_tile,
-    quantized_words,
-    repeated_rows,
-    row_scales_of,
-)
+from draftproof.ops.triton.quantized.inline import quantized_words, row_scale_of
 
 UNPACK_INT4 = tl.constexpr(
     """
@@ -82,38 +75,19 @@ def load_w(w_at, k, col_ok, rk, K, EVEN_K: tl.constexpr):
 
 @triton.jit
 def dot_w8a8(
-    x, w, row_scales, rm, wn, row_ok, col_ok, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN_K: tl.constexpr, PDL_WAIT: tl.constexpr, X_ROWS: tl.constexpr, X_BLOCK: tl.constexpr,
-    PREFETCH_LINES: tl.constexpr,
+    x, w, rm, wn, row_ok, col_ok, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL_WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Return the integer sums [BM, BN] in fp32 and the scales of the rows [BM, 1]; see `products`."""
+    """Return the integer sums [BM, BN] in fp32."""
     rk = tl.arange(0, BK)
+    x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
     w_at = w + wn.to(tl.int64)[None, :] * K + rk[:, None]
     total = tl.zeros((BM, BN), tl.int32)
-    if PDL_WAIT and PREFETCH_LINES:
-        prefetch_weight(w, wn, col_ok, K, PREFETCH_LINES)
-    if X_ROWS:
-        if PDL_WAIT:
-            tl.extra.cuda.gdc_wait()
-        row, ok = existing_rows(rm, row_ok, X_ROWS)
-        scale, inverse = row_scales_of(x, row, ok, K, X_BLOCK)
-    else:
-        row, ok = rm, row_ok
-    x_at = x + row.to(tl.int64)[:, None] * K + rk[None, :]
     for k in range(0, K, BK):
         b = load_w(w_at, k, col_ok, rk, K, EVEN_K)
-        if X_ROWS:
-            a = quantized_tile(load_x(x_at, k, ok, rk, K, EVEN_K, False), inverse, BM)
-        else:
-            a = load_x(x_at, k, ok, rk, K, EVEN_K, PDL_WAIT)
+        a = load_x(x_at, k, row_ok, rk, K, EVEN_K, PDL_WAIT)
         total = tl.dot(a, b, total, out_dtype=tl.int32)
-    if X_ROWS:
-        row_scale = repeated_rows(scale[:, None], BM)
-    else:
-        if PDL_WAIT:
-            tl.extra.cuda.gdc_wait()
-        row_scale = tl.load(row_scales + rm, mask=row_ok, other=0.0)[:, None]
-    return total.to(tl.float32), row_scale
+    return total.to(tl.float32)
 
 
 @triton.jit
@@ -140,10 +114,9 @@ def load_words(at, k, col_ok, word, words, EVEN_K: tl.constexpr):
 @triton.jit
 def dot_w8a8_row(
     x, w, row_scales, rm, wn, row_ok, col_ok, K, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
-    PDL_WAIT: tl.constexpr, ASM: tl.constexpr, X_ROWS: tl.constexpr, X_BLOCK: tl.constexpr,
-    PREFETCH_LINES: tl.constexpr,
+    PDL_WAIT: tl.constexpr, ASM: tl.constexpr, X_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the integer sums [1, BN] of one row in fp32 and the scale of the row [1, 1]; see `products`.
+    """Return the integer sums [1, BN] of one row in fp32 and the scale of the row; see `products`.
 
     The tensor core, whose tile has 16 rows, is not used. Threads keep sums of their own words of four int8
     and add them up at the end: integers have no order. The next tile of the weight is loaded one iteration
@@ -152,30 +125,27 @@ def dot_w8a8_row(
     word, words = tl.arange(0, BK // 4), K // 4
     w_words = w.to(tl.pointer_type(tl.int32))
     w_at = w_words + wn.to(tl.int64)[:, None] * words + word[None, :]
-    limit = tl.sum(row_ok.to(tl.int32), 0) * words  # 0 for a row that does not exist
+    row, limit = tl.sum(rm, 0), tl.sum(row_ok.to(tl.int32), 0) * words  # 0 for a row that does not exist
     following = load_words(w_at, 0, col_ok, word, words, EVEN_K)
     if PDL_WAIT:
-        if PREFETCH_LINES:
-            prefetch_weight(w, wn, col_ok, K, PREFETCH_LINES)
         tl.extra.cuda.gdc_wait()
-    if X_ROWS:
-        scale, inverses = row_scales_of(x, rm, row_ok, K, X_BLOCK)
-        inverse = tl.sum(inverses, 0)
+    if X_BLOCK:
+        scale, inverse = row_scale_of(x, row, 2 * limit, K, X_BLOCK)
         x_words = x.to(tl.pointer_type(tl.int64))  # four bf16
     else:
-        scale = tl.load(row_scales + rm, mask=row_ok, other=0.0)
+        scale = tl.load(row_scales + row, mask=limit > 0, other=0.0)
         x_words = x.to(tl.pointer_type(tl.int32))
-    x_at = x_words + tl.sum(rm, 0).to(tl.int64) * words + word
+    x_at = x_words + row.to(tl.int64) * words + word
     total = tl.zeros((BN, BK // 4), tl.int32)
     for k in range(0, words, BK // 4):
         b = following
         following = load_words(w_at, k + BK // 4, col_ok, word, words, EVEN_K)
-        if X_ROWS:
+        if X_BLOCK:
             a = quantized_words(x_at + k, k + word < limit, inverse)
         else:
             a = tl.load(x_at + k, mask=k + word < limit, other=0)
         total = dp4a(b, tl.broadcast_to(a[None, :], (BN, BK // 4)), total, ASM)
-    return tl.sum(total, 1)[None, :].to(tl.float32), scale[:, None]
+    return tl.sum(total, 1)[None, :].to(tl.float32), scale
 
 
 @triton.jit

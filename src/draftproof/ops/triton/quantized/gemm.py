@@ -24,8 +24,7 @@ from draftproof.ops.triton.quantized.dot import dot_4bit, dot_fp8, dot_w8a8, dot
 from draftproof.ops.triton.quantized.rows import QuantizedRows
 
 GROUP = 8  # row tiles that traverse the columns of the weight together, so that they find it in L2
-INLINE_VALUES = 64  # of x in the registers of a thread that searches the largest magnitude of rows
-INLINE_PREFETCH_LINES = 32  # of 128 bytes, of each weight row: o_proj of an 8B model as a whole
+INLINE_VALUES = 64  # of x in the registers of a thread that searches the largest magnitude of a row
 INT4_ZERO = 8  # zero point of a symmetric 4-bit weight
 USE_DP4A = tl.constexpr(not INTERPRETED)  # the interpreter knows no assembly
 
@@ -35,14 +34,12 @@ def products(
     x, w, row_scales, scales, zeros, rm, wn, row_ok, col_ok, N, K, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, HALF: tl.constexpr,
     INT4_ZERO: tl.constexpr, SCALE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    PACKED_MATH: tl.constexpr, EVEN_K: tl.constexpr, PDL_WAIT: tl.constexpr, X_ROWS: tl.constexpr = 0,
-    X_BLOCK: tl.constexpr = 0, PREFETCH_LINES: tl.constexpr = 0,
+    PACKED_MATH: tl.constexpr, EVEN_K: tl.constexpr, PDL_WAIT: tl.constexpr, X_BLOCK: tl.constexpr = 0,
 ):  # fmt: skip
     """Return the scaled sums [BM, BN] in fp32 of rows rm and weight rows wn.
 
     PDL_WAIT: the weight is loaded before the previous kernel has completed; the function waits for it.
-    X_ROWS > 0: x is bf16 beside a w8a8 weight, and is quantised here; at most X_ROWS rows of a tile exist.
-    PREFETCH_LINES: lines of each row of a w8a8 weight that are prefetched to L2 before the wait.
+    X_BLOCK > 0: x is bf16 beside a w8a8 weight, BM is 1, and the row is quantised here.
     """
     if FORMAT == "w4a16" or FORMAT == "mxfp4":
         y = dot_4bit(
@@ -51,21 +48,17 @@ def products(
         )  # fmt: skip
     elif FORMAT == "w8a8" and BM == 1:
         y, row_scale = dot_w8a8_row(
-            x, w, row_scales, rm, wn, row_ok, col_ok, K, BN, BK, EVEN_K, PDL_WAIT, USE_DP4A, X_ROWS, X_BLOCK,
-            PREFETCH_LINES,
-        )  # fmt: skip
+            x, w, row_scales, rm, wn, row_ok, col_ok, K, BN, BK, EVEN_K, PDL_WAIT, USE_DP4A, X_BLOCK
+        )
     elif FORMAT == "w8a8":
-        y, row_scale = dot_w8a8(
-            x, w, row_scales, rm, wn, row_ok, col_ok, K, BM, BN, BK, EVEN_K, PDL_WAIT, X_ROWS, X_BLOCK,
-            PREFETCH_LINES,
-        )  # fmt: skip
+        y = dot_w8a8(x, w, rm, wn, row_ok, col_ok, K, BM, BN, BK, EVEN_K, PDL_WAIT)
     else:
         y = dot_fp8(
             x, w, row_scales, scales, rm, wn, row_ok, col_ok, N, K, BM, BN, BK, BLOCK_ROWS, EVEN_K, PDL_WAIT
         )
     if PDL_WAIT:
         tl.extra.cuda.gdc_wait()
-    if FORMAT == "fp8":
+    if FORMAT == "fp8" or (FORMAT == "w8a8" and BM > 1):
         row_scale = tl.load(row_scales + rm, mask=row_ok, other=0.0)[:, None]
     if FORMAT == "w8a8" or FORMAT == "fp8":
         y = y * tl.load(scales + wn, mask=col_ok, other=0.0)[None, :]
@@ -79,8 +72,7 @@ def quantized_linear_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, HALF: tl.constexpr, INT4_ZERO: tl.constexpr,
     SCALE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, PACKED_MATH: tl.constexpr,
-    EVEN_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr, X_ROWS: tl.constexpr,
-    X_BLOCK: tl.constexpr, PREFETCH_LINES: tl.constexpr,
+    EVEN_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr, X_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """GEMM of x [M, K] and a weight [N, K] -> out [M, N]."""
     if PDL:
@@ -97,8 +89,7 @@ def quantized_linear_kernel(
     row_ok, col_ok = rm < M, rn < N
     y = products(
         x, w, row_scales, scales, zeros, rm, rn, row_ok, col_ok, N, K, BM, BN, BK, FORMAT, BLOCK_ROWS, HALF,
-        INT4_ZERO, SCALE_GROUP, SHARED, HAS_ZEROS, PACKED_MATH, EVEN_K, WEIGHT_FIRST, X_ROWS, X_BLOCK,
-        PREFETCH_LINES,
+        INT4_ZERO, SCALE_GROUP, SHARED, HAS_ZEROS, PACKED_MATH, EVEN_K, WEIGHT_FIRST, X_BLOCK,
     )  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias + rn, mask=col_ok, other=0.0)[None, :]
@@ -114,8 +105,7 @@ def quantized_pairs_kernel(
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK_ROWS: tl.constexpr, HALF: tl.constexpr, INT4_ZERO: tl.constexpr,
     SCALE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, PACKED_MATH: tl.constexpr,
-    EVEN_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr, X_ROWS: tl.constexpr,
-    X_BLOCK: tl.constexpr, PREFETCH_LINES: tl.constexpr,
+    EVEN_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply x [M, K] and w [2 N, K]; ROPE: q to out [M, NUM_Q * D], k, v to the cache; else out [M, N]."""
     if PDL:
@@ -147,7 +137,6 @@ def quantized_pairs_kernel(
     y = products(
         x, w, row_scales, scales, zeros, rm, wn, row_ok, pair_ok, weight_rows, K, BM, 2 * BN, BK, FORMAT,
         BLOCK_ROWS, HALF, INT4_ZERO, SCALE_GROUP, SHARED, HAS_ZEROS, PACKED_MATH, EVEN_K, WEIGHT_FIRST,
-        X_ROWS, X_BLOCK, PREFETCH_LINES,
     )  # fmt: skip
     low, high = tl.split(tl.permute(tl.reshape(y, (BM, 2, BN)), (0, 2, 1)))
     if HAS_BIAS:
@@ -183,14 +172,8 @@ def _constants(x: Tensor, packed: PackedLinear, tile: Tile, pdl: bool) -> dict[s
     """Return the constants and options of a launch."""
     constants = format_constants(x, packed, tile)
     first = pdl and tile.weight_first and constants["EVEN_K"]
-    is_inline = packed.format == "w8a8" and x.dtype == torch.bfloat16
-    rows = min(tile.bm, next_power_of_two(len(x))) if is_inline else 0
-    block = min(next_power_of_two(packed.depth), INLINE_VALUES * 32 * tile.warps // rows) if rows else 0
     options = launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False)
-    return {
-        **constants, "WEIGHT_FIRST": first, "X_ROWS": rows, "X_BLOCK": block,
-        "PREFETCH_LINES": INLINE_PREFETCH_LINES if rows else 0, **options,
-    }  # fmt: skip
+    return {**constants, "WEIGHT_FIRST": first, **options}
 
 
 def _inputs(x: Tensor | QuantizedRows, packed: PackedLinear) -> tuple[Tensor, ...]:
@@ -206,9 +189,12 @@ def linear(x: Tensor | QuantizedRows, packed: PackedLinear, out: Tensor, pdl: bo
     """Store x [M, K] times a quantised weight to out [M, N]."""
     values, *weights = _inputs(x, packed)
     (rows, depth), columns = values.shape, packed.columns
+    is_inline = packed.format == "w8a8" and not isinstance(x, QuantizedRows)
+    block = min(next_power_of_two(depth), INLINE_VALUES * 32 * tile.warps) if is_inline else 0
     quantized_linear_kernel[(triton.cdiv(rows, tile.bm) * triton.cdiv(columns, tile.bn),)](
-        values, *weights, out, rows, columns, depth, GROUP=GROUP, **_constants(values, packed, tile, pdl)
-    )
+        values, *weights, out, rows, columns, depth, GROUP=GROUP, X_BLOCK=block,
+        **_constants(values, packed, tile, pdl),
+    )  # fmt: skip
 
 
 def linear_act_mul(

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops.triton.elementwise import inverse_rms, tree_sum_rows
-from draftproof.ops.triton.gemm.tiles import ONE_ROW_DEPTH
+from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 
@@ -192,17 +192,16 @@ def quantize(x: Tensor, weight_format: str, pdl: bool) -> QuantizedRows:
 
 
 def prepare_rows(
-    x: Tensor | QuantizedRows, packed: PackedLinear, pdl: bool, max_inline_rows: int = 0
+    x: Tensor | QuantizedRows, packed: PackedLinear, pdl: bool, tile: Tile | None = None
 ) -> Tensor | QuantizedRows:
     """Return rows in the form that a quantised weight reads.
 
-    Up to `max_inline_rows` rows in bf16 beside a w8a8 weight are returned as they are, if the kernel of the
-    GEMM can quantise them.
+    `tile`: of a GEMM that can quantise one row in bf16 beside a w8a8 weight. Such a row is returned as it is.
     """
     if isinstance(x, QuantizedRows) or packed.format is None or not packed.quantizes_rows:
         return x
-    is_bf16, is_aligned = x.dtype == torch.bfloat16, packed.depth % ONE_ROW_DEPTH == 0
-    if packed.format == "w8a8" and is_bf16 and is_aligned and len(x) <= max_inline_rows:
+    is_one_row = tile is not None and tile.bm == 1
+    if is_one_row and packed.format == "w8a8" and x.dtype == torch.bfloat16:
         return x
     return quantize(x, packed.format, pdl)
 
