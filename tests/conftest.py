@@ -62,6 +62,9 @@ SLOW_FILES = frozenset(LONGEST_FILES) | {
     *("serve_hardening", "serve_mixed", "serve_reasoning", "serve_responses", "serve_tool_formats"),
     *("structural_tag", "thinking_budget", "tool_grammar", "kv_formats", "packed_store", "quantize"),
     *("quantized_checkpoints", "bench_head", "stubs", "transformers_sampling"),
+    *("bad_endpoints", "command", "latent", "moe", "serve_completion_options", "serve_messages"),
+    *("serve_tensor_parallel", "surrogates", "tool_call_oracle"),
+    *("update_engine", "update_ranks", "update_served"),
 }
 # Fixtures and files that need the default model, which is downloaded.
 NETWORK_FIXTURES = frozenset({"smollm2", "smollm2_path"})

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftproof.audit.client.answer import Position
@@ -39,7 +39,7 @@ def events(positions: list[Position], top_count: int, prompt: str = "") -> Rows:
 
 
 @given(PROBABILITIES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_expectation_of_every_ratio_is_one(prob: float) -> None:
     """Check the martingale property of each alternative at any reported probability."""
     for table in (TOP1_ALTERNATIVES, DRAFT_ALTERNATIVES):
@@ -50,7 +50,7 @@ def test_expectation_of_every_ratio_is_one(prob: float) -> None:
 
 
 @given(PROBABILITIES, PROBABILITIES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_bounded_bets_never_gain_inside_the_bounds(low: float, inside: float) -> None:
     """Check that the mean e-value of one event is at most 1 for any probability between the bounds."""
     lower, upper = min(low, inside), max(low, inside)

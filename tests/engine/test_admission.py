@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftproof.engine import validation
@@ -43,6 +43,7 @@ invalid = st.sampled_from([True, False, 1.0, "3", None, -1, VOCAB, 2**70, -(2**7
 lists = st.lists(st.integers(0, VOCAB - 1) | invalid, max_size=12)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(lists | lists.map(tuple))
 def test_ids_are_refused_as_by_a_check_one_by_one(ids: Any) -> None:
     assert error_of(validation._check_ids, ids) == error_of(check_one_by_one, ids)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
@@ -67,7 +67,7 @@ steps = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(step=steps, sequence=st.integers(0, 2**64 - 1), rng=st.randoms(use_true_random=False))
 def test_encoded_step_decodes_to_the_same_results(step: Step, sequence: int, rng: random.Random) -> None:
     """Round trip of all requests, and of a random subset."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftproof.errors import ConfigError
@@ -182,7 +182,7 @@ PIECES = sorted(
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_random_text_gives_the_same_result_for_every_split(name: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(PIECES), max_size=6)))
     sizes = data.draw(st.lists(st.integers(1, 9), max_size=40))
