@@ -4,8 +4,8 @@ cuBLAS picks a kernel by shape, and some of its kernels split K. So a piece of e
 shape uses cuBLAS only after P random rows times that weight gave equal bits from both. Where cuBLAS splits K
 for a plain product, it may not for a product with a bias of zeros ("bias") or, for fp32 sums, for one that is
 added to zeros ("add"). A call of M rows is divided into such pieces, and the remaining rows use Triton. The
-check runs once per (shape, P, dtype), at the first use outside a graph capture; inside a capture, an unchecked
-piece uses Triton.
+check runs once per (shape, P, dtype), at the first use outside a graph capture. Inside a capture, an
+unchecked piece uses Triton.
 
 This is `mode` "proven". "fast" uses cuBLAS wherever a measurement was faster, "always" everywhere: in both
 modes the bits of a row depend on the number of rows. "never" disables it.
@@ -55,7 +55,8 @@ class Cublas:
         if found is None:
             if is_compiling() or torch.cuda.is_current_stream_capturing():
                 return ""
-            equal_kinds = (kind for kind in CALL_KINDS if self._has_equal_bits(packed, rows, out_dtype, kind))
+            kinds = ("plain", "bias" if out_dtype == packed.weight.dtype else "add")
+            equal_kinds = (kind for kind in kinds if self._has_equal_bits(packed, rows, out_dtype, kind))
             found = self.proven[key] = next(equal_kinds, "")
         return found
 
