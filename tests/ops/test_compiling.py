@@ -157,6 +157,27 @@ def test_cublas_is_not_checked_during_compilation() -> None:
     assert not cublas.proven and not cublas.faster
 
 
+@pytest.mark.parametrize(("dtype", "second"), [(torch.bfloat16, "bias"), (torch.float32, "add")])
+def test_cublas_uses_the_first_call_with_equal_bits(
+    dtype: torch.dtype, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draftproof.ops.triton.gemm.cublas import Cublas
+    from draftproof.ops.triton.gemm.weight import PackedLinear
+
+    def gemm(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor) -> None:
+        out.copy_(x.float() @ packed.weight.float().t())
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, kind: str) -> None:
+        out.copy_(x.float() @ weight.float().t() + (0 if kind in equal else 1))
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    packed = PackedLinear(torch.randn(32, 16).bfloat16(), None)
+    for equal, found in (({"plain", second}, "plain"), ({second}, second), (set(), "")):
+        cublas = Cublas(gemm)  # type: ignore[arg-type]
+        monkeypatch.setattr(cublas, "multiply", multiply)
+        assert cublas.call_kind(packed, 4, dtype) == found
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix", "eagle3", "hybrid", "draft_model"])
 @torch.inference_mode()
 def test_start_without_running_kernels_reads_valid_indices(
