@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -167,14 +168,16 @@ def test_cublas_uses_the_first_call_with_equal_bits(
     def gemm(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor) -> None:
         out.copy_(x.float() @ packed.weight.float().t())
 
-    def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, kind: str) -> None:
+    def multiply(
+        x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, kind: str, equal: tuple[str, ...]
+    ) -> None:
         out.copy_(x.float() @ weight.float().t() + (0 if kind in equal else 1))
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     packed = PackedLinear(torch.randn(32, 16).bfloat16(), None)
-    for equal, found in (({"plain", second}, "plain"), ({second}, second), (set(), "")):
+    for equal, found in ((("plain", second), "plain"), ((second,), second), ((), "")):
         cublas = Cublas(gemm)  # type: ignore[arg-type]
-        monkeypatch.setattr(cublas, "multiply", multiply)
+        monkeypatch.setattr(cublas, "multiply", partial(multiply, equal=equal))
         assert cublas.call_kind(packed, 4, dtype) == found
 
 
