@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+import no_gpu
+
 pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
 from draftproof.errors import ConfigError
-from draftproof.ops import AttentionShape
+from draftproof.ops import AttentionShape, KVLayout, Rows
 from draftproof.ops.triton import compile_ahead
 from draftproof.ops.triton.attention import splitkv
 from draftproof.ops.triton.attention.latent import check_shared_memory
+from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import autotune
 from draftproof.ops.triton.gemm.cublas import Cublas
 from draftproof.ops.triton.gemm.select import Epilogue, GemmPath, GemmSelector, supports_fused
@@ -99,6 +102,53 @@ def test_span_loop_is_used_where_the_shared_memory_has_room_for_it() -> None:
     assert small.tile(1, 64, bf16).span_loop
     for tile in (small.tile(1, 128, bf16), large.tile(1, 128, torch.float32), large.tile(1, 256, bf16)):
         assert not tile.span_loop and tile.max_programs == splitkv.MAX_SPLIT_PROGRAMS
+
+
+LONG = ["split_attention_kernel", "merge_split_kernel"]
+LISTS = ["chunk_list_kernel", "chunk_list_kernel", "choose_list_kernel"]
+EVEN = [*LISTS, "tall_attention_kernel", "prefill_attention_kernel"]
+LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens", "changes", "expected"),
+    [
+        (1, 16384, {}, LONG),
+        (8, 16384, {}, LONG),
+        (16, 16384, {}, EVEN),
+        (64, 16384, {}, EVEN),
+        (2048, 16384, {}, ["tile_lists_kernel", "tall_attention_kernel", "prefill_attention_kernel"]),
+        (1, 16383, {}, ["splitkv_attention_kernel"]),
+        (9, 16384, {}, ["splitkv_attention_kernel"]),
+        (16, 8192, {}, ["chunk_list_kernel", "prefill_attention_kernel"]),
+        (97, 16384, {}, ["chunk_list_kernel", "prefill_attention_kernel"]),
+        (2047, 16384, {}, ["tile_lists_kernel", "prefill_attention_kernel", "prefill_attention_kernel"]),
+        (1, 16384, {"window": 4096}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"dim": 64}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"num_q": 24}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"sinks": True}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"cache": torch.int8}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"capability": (10, 0)}, ["splitkv_attention_kernel"]),
+        (16, 16384, {"capability": (8, 0)}, ["chunk_list_kernel", "prefill_attention_kernel"]),
+    ],
+)
+def test_warp_specialised_kernels_are_used_at_long_page_tables_of_hopper(
+    count: int, tokens: int, changes: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, _ = no_gpu.pretend(monkeypatch)
+    changes = dict(changes)
+    capability = changes.pop("capability", (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    sinks = torch.zeros(LLAMA.num_q) if changes.pop("sinks", False) else None
+    dtype = changes.pop("cache", torch.bfloat16)
+    heads = replace(LLAMA, **changes)
+    ops = TritonOps(torch.device("cpu"), pdl=True)
+    (cache,) = KVLayout(1, heads.num_kv, heads.dim, dtype).allocate(8, 16, torch.device("cpu"))
+    column, table = torch.zeros(count, dtype=torch.int64), torch.zeros((4, tokens // 16), dtype=torch.int32)
+    q = torch.empty((count, heads.num_q * heads.dim), dtype=torch.bfloat16)
+    kernels.clear()
+    ops.forward.attention(q, Rows(column, column, column, column, table), heads, cache, sinks)
+    assert kernels == expected
 
 
 def test_latent_attention_in_fp32_is_refused_by_small_chips() -> None:

@@ -550,6 +550,58 @@ def work_lists_sort_tiles_by_keys() -> None:
     assert near[1 : 1 + near[0]].tolist() == [row * chunks + part for row, part in want]
 
 
+@check
+def work_lists_choose_whole_tiles_where_they_are_long_and_even() -> None:
+    """Check which list is empty: even tiles, one longer tile, a wave with one tile, short tiles, padding."""
+    span, per_wave = attention_kernels.SPAN, 4
+    cases = (
+        ([64] * 4, True),
+        ([80] + [80, 80, 80], True),
+        ([64, 63, 60, 50], True),
+        ([512, 64, 64, 64], False),
+        ([64] * 5, False),
+        ([63] * 4, False),
+        ([64] * 8 + [0], True),
+        ([64] * 7, True),
+    )
+    for lengths, want in cases:
+        slots = torch.tensor([slot if n else -1 for slot, n in enumerate(lengths)])
+        positions = torch.tensor([max(n * span - 1, 0) for n in lengths])
+        rows = Rows(slots, positions, slots, slots, torch.zeros((len(lengths), 1), dtype=torch.int32))
+        for chunk in (0, 16):
+            lists = worklist.WorkLists()
+            lists.begin(rows)
+            expected = worklist.WorkLists().by_keys(rows, 2, chunk, 0)
+            even, others = lists.even_or_others(rows, 16, 2, chunk, per_wave)
+            assert (even[0] > 0, others[0] > 0) == (want, not want), lengths
+            if want:
+                assert sorted(even[1 : 1 + even[0]].tolist()) == [i for i, n in enumerate(lengths) if n]
+            else:
+                count = expected[0]
+                assert torch.equal(others[: 1 + count], expected[: 1 + count]), lengths
+
+
+@check
+def merge_of_a_split_has_the_bits_of_the_last_program() -> None:
+    """Merge the partial results that the split kernel has stored once more, by columns."""
+    heads = HEADS["grouped"]
+    paged = Paged(heads, [645, 130, 5], DTYPES[1])
+    where = [(0, p) for p in range(638, 642)] + [(1, 129), (2, 4)]
+    x, rows = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=DTYPES[1]), paged.rows(where)
+    rows.slots[-1] = -1
+    want = ops.forward.attention(x, rows, heads, paged.cache)
+    got = torch.full_like(want, torch.nan)
+    partials = ops.forward._partials
+    merge.merge_split_kernel[(len(where), heads.num_q, 2)](
+        rows.slots, rows.positions, partials.parts, partials.stats, got,
+        -(-rows.page_table.shape[1] * paged.page_size // attention_kernels.SPAN),
+        HEADS=heads.num_q, D=heads.dim, COLUMNS=heads.dim // 2, SPAN=attention_kernels.SPAN, IN_FLIGHT=4,
+        PDL=False, num_warps=1,
+    )  # fmt: skip
+    assert bits(got[:-1]) == bits(want[:-1])
+    assert got[-1].isnan().all()  # padding
+
+
 def spans(heads: AttentionShape) -> tuple[Paged, dict, list]:
     paged = Paged(heads, [150, 20], torch.float32)
     watched = [(0, p) for p in (3, 63, 64, 127, 128, 149)] + [(1, 19)]

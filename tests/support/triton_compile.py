@@ -18,6 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from draftproof.models.layers import run_layers
@@ -37,6 +38,7 @@ from draftproof.ops.contract.kv_layout import KV_FORMATS
 from draftproof.ops.contract.types import ACTIVATIONS
 from draftproof.ops.triton import kernel_utils
 from draftproof.ops.triton.attention.latent import MIN_FP32_SHARED_BYTES
+from draftproof.ops.triton.attention.warp_specialized import LONG_TABLE_TOKENS, MIN_TALL_ROWS
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm.weight import FOUR_BITS, PackedLinear
 from draftproof.ops.triton.graphs import TritonRuntime
@@ -87,7 +89,8 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
         return
     seen.add(label)
     begun = time.perf_counter()
-    source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attrs)
+    kind = GluonASTSource if isinstance(self, GluonJITFunction) else ASTSource
+    source = kind(fn=self, signature=signature, constexprs=constants, attrs=attrs)
     made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     ptx = made.asm["ptx"]
     kinds = [w for w in ("wgmma", "mma.sync", "cp.async", "fma.rn.f32", "griddepcontrol") if w in ptx]
@@ -129,6 +132,16 @@ def forward(
             (cache,) = KVLayout(1, heads.num_kv, heads.dim, form.dtype).allocate(8, 16, CPU)
             ops.forward.rope_store(qkv, these, Attention(heads, None, None), rope, cache, 1e-6)
             ops.forward.attention(q, these, heads, cache)
+
+
+def long_attention(ops: TritonOps, heads: AttentionShape) -> None:
+    """Call the attention of page tables for long contexts: one row, some, many and a prompt."""
+    cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
+    table = torch.zeros((4, LONG_TABLE_TOKENS // 16), dtype=torch.int32)
+    for count in (1, 4, 16, 64, MIN_TALL_ROWS):
+        column = torch.zeros(count, dtype=torch.int64)
+        q = torch.empty((count, heads.num_q * heads.dim), dtype=torch.bfloat16)
+        ops.forward.attention(q, Rows(column, column, column, column, table), heads, cache)
 
 
 def for_families(
@@ -319,6 +332,7 @@ def main() -> None:
     ):
         for pdl in (False, CAPABILITY >= 90):
             ops = TritonOps(CPU, pdl=pdl)
+            long_attention(ops, large)
             for rows in (1, 4, 64, 600):
                 latent(ops, torch.bfloat16, rows, 16, 0)
                 latent(ops, torch.bfloat16, rows, 128, 1536)

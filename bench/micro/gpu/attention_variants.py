@@ -30,7 +30,7 @@ from op_times import BF16, micros
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import prefill, splitkv, worklist
+from draftproof.ops.triton.attention import prefill, splitkv, warp_specialized, worklist
 from draftproof.ops.triton.attention.splitkv import SplitTile
 from draftproof.ops.triton.attention.tiles import TileConfig
 from draftproof.ops.triton.backend import TritonOps
@@ -72,8 +72,8 @@ CASES = (
     Case("decode 16x1 at 400", "chunked", 16, 1, 400),
 )
 SPLIT = (
-    *(SplitTile(64, 4, 3, max_programs=n, warp_specialized=True) for n in (132, 528)),
-    SplitTile(64, 4, 2, max_programs=132, warp_specialized=True),
+    *(SplitTile(16, 4, 3, max_programs=n, specialized_stages=2) for n in (132, 264, 528)),
+    SplitTile(16, 4, 3, max_programs=528, specialized_stages=3),
     SplitTile(16, 8, 3, span_loop=True, merges_rows=True, max_programs=132),
     SplitTile(16, 4, 3, merges_rows=True),
     SplitTile(16, 4, 3, merges_rows=True, max_programs=264),
@@ -84,14 +84,16 @@ SPLIT = (
 )
 BLOCKS = TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True)
 CHUNKED = (
-    TileConfig(64, 4, 3, warp_specialized=True),
-    TileConfig(64, 4, 2, warp_specialized=True),
-    BLOCKS._replace(merges_rows=True),
+    *(BLOCKS._replace(merges_rows=True, specialized_stages=stages) for stages in (0, 2, 3)),
     TileConfig(16, 2, 2, span_loop=True, merges_rows=True),
 )
-SHORT = (TileConfig(16, 4, 2, span_loop=True), TileConfig(16, 4, 3, span_loop=True))
+SHORT = (
+    *(BLOCKS._replace(specialized_stages=stages) for stages in (0, 2)),
+    TileConfig(16, 4, 2, span_loop=True),
+    TileConfig(16, 4, 3, span_loop=True),
+)
 TALL = (
-    TileConfig(128, 8, 2, span_loop=True, warp_specialized=True),
+    *(TileConfig(128, 8, 3, span_loop=True, specialized_stages=stages) for stages in (2, 3)),
     TileConfig(128, 8, 3, splits_full_blocks=False, prefetches_pages=True),
     TileConfig(128, 8, 3, span_loop=True),
     TileConfig(128, 8, 2, span_loop=True),
@@ -103,6 +105,8 @@ TALL_64 = (
     TileConfig(64, 4, 3, span_loop=True),
     TileConfig(128, 8, 2, span_loop=True),
 )
+# A variant with specialized_stages uses them at all lengths; the tables only where contexts may be long.
+ANY_CONTEXT: Patches = [(warp_specialized, {"LONG_TABLE_TOKENS": 0}), (worklist, {"MIN_EVEN_SPANS": 0})]
 
 
 def variants(table: str) -> Iterator[tuple[str, Patches]]:
@@ -110,17 +114,20 @@ def variants(table: str) -> Iterator[tuple[str, Patches]]:
     if table == "split":
         for tile in SPLIT:
             limit = {"TILES": ((1 << 30, tile),), "MAX_SPLIT_PROGRAMS": tile.max_programs}
-            yield str(tile), [(splitkv, limit)]
+            yield str(tile), [(splitkv, limit), *ANY_CONTEXT]
     elif table == "chunked":
         for config in CHUNKED:
             for chunks in (8,):
                 values = {"CHUNKED_TILES": {128: config}, "MAX_CHUNKS": chunks}
-                yield f"{config}, {chunks} chunks", [(prefill, values), (worklist, {"MAX_CHUNKS": chunks})]
+                yield (
+                    f"{config}, {chunks} chunks",
+                    [(prefill, values), *ANY_CONTEXT, (worklist, {"MAX_CHUNKS": chunks})],
+                )
     else:
         name = "SHORT_TILES_96" if table == "short" else "TALL_TILES_SM90"
         width = 64 if table == "tall 64" else 128
         for config in {"short": SHORT, "tall": TALL, "tall 64": TALL_64}[table]:
-            yield str(config), [(prefill, {name: {width: config}})]
+            yield str(config), [(prefill, {name: {width: config}}), *ANY_CONTEXT]
 
 
 def chosen(case: Case, part: str) -> list[tuple[str, Patches]]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from draftproof.ops.triton.attention import online_softmax
+from draftproof.ops.triton.kernel_utils import pdl_sync
 
 MAX_SPANS_IN_FLIGHT = 16  # whose loads overlap; more make the kernel slow to compile
 REGISTERS = 128  # of a thread that may hold loaded partial results
@@ -71,8 +72,10 @@ def merge_rows(
 def merge_split_kernel(
     slots, positions, parts, stats, out, spans,
     HEADS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, IN_FLIGHT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge all spans of a row and head, of which none is merged yet; grid (rows, HEADS, D / COLUMNS)."""
+    pdl_sync(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     count = tl.load(positions + row).to(tl.int32) // SPAN + 1

@@ -39,6 +39,8 @@ from draftproof.ops.triton.attention.tiles import (
     TALL_TILES,
     TALL_TILES_SM90,
     TileConfig,
+    chunk_programs,
+    tile_config,
 )
 from draftproof.ops.triton.attention.worklist import MAX_CHUNKS, WorkLists
 from draftproof.ops.triton.kernel_utils import INTERPRETED, next_power_of_two
@@ -47,7 +49,6 @@ MAX_ONE_LIST_ROWS = 512  # with more rows there is a list of tall tiles too
 MAX_DEEP_PIPELINE_ROWS = 96  # up to it a program can have two blocks of keys in flight
 MAX_CHUNKED_ROWS = 48  # up to it tiles are divided into chunks
 MIN_CHUNKED_PROGRAMS = 128  # with fewer programs, parallel spans are faster than chunks
-MIN_CHUNK_GRID = 528  # programs of a launch with chunks: four per SM of an H200
 ROWS_PER_CHUNK_SPAN = 8  # rows of the call per span of a chunk: fewer tiles have shorter chunks
 
 
@@ -302,8 +303,8 @@ class PrefillAttention:
     `has_wgmma`: the chip has the asynchronous tensor core instructions of Hopper.
     """
 
-    def __init__(self, has_pdl: bool, has_wgmma: bool, partials: PartialBuffers) -> None:
-        self.has_pdl, self.has_wgmma, self._partials = has_pdl, has_wgmma, partials
+    def __init__(self, has_pdl: bool, has_wgmma: bool, num_sms: int, partials: PartialBuffers) -> None:
+        self.has_pdl, self.has_wgmma, self._num_sms, self._partials = has_pdl, has_wgmma, num_sms, partials
         self.worklists = WorkLists()
 
     def chunk_spans(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
@@ -321,28 +322,22 @@ class PrefillAttention:
     ) -> None:  # fmt: skip
         count, group, width = len(q), heads.num_q // heads.num_kv, padded_dim(heads)
         page_size, is_fp32 = cache.shape[2], q.dtype == torch.float32
-        config = partial(_tile_config, width=width, is_fp32=is_fp32, group=group)
+        config = partial(tile_config, width=width, is_fp32=is_fp32, group=group)
         launch = partial(_launch, q=q, rows=rows, heads=heads, cache=cache, out=out, sinks=sinks)
         pdl_options = {"LAUNCH_NEXT": pdl, "WAIT": "first" if pdl else ""}
         no_scratch = (out, out, out, 0, 0)
+        is_selected = self.has_wgmma and warp_specialized.is_selected(q, rows, heads, cache, sinks)
+        attend_even = partial(self._attend_even, is_selected, q, rows, heads, cache, out, pdl)
         if chunk := self.chunk_spans(count, heads, rows.page_table, page_size):
             short = config(CHUNKED_TILES)
-            if short.warp_specialized and warp_specialized.is_usable(q, heads, cache, sinks):
-                tiles = self.worklists.by_keys(rows, short.height // group, 0, 0)
-                warp_specialized.launch_tiles(
-                    q, rows, heads, cache, out, tiles, count, short.height, short.stages
-                )
-                return
             spans = triton.cdiv(rows.page_table.shape[1] * page_size, splitkv.SPAN)
-            tiles = self.worklists.by_keys(rows, short.height // group, chunk, heads.window)
+            tiles = attend_even(short, chunk)
             scratch = self._partials.reserve(count * heads.num_q * spans, width, count * heads.num_kv)
-            programs = chunk_programs(count, heads)
-            launch(short, tiles, programs, (*scratch, spans, chunk), **pdl_options)
+            launch(short, tiles, chunk_programs(count, heads), (*scratch, spans, chunk), **pdl_options)
         elif count <= MAX_ONE_LIST_ROWS:
             limits = ((MAX_DEEP_PIPELINE_ROWS, SHORT_TILES_96), (256, SHORT_TILES))
             short = config(next((found for limit, found in limits if count <= limit), SHORT_TILES_512))
-            tiles = self.worklists.by_keys(rows, short.height // group, 0, 0)
-            launch(short, tiles, count, no_scratch, **pdl_options)
+            launch(short, attend_even(short, 0), count, no_scratch, **pdl_options)
         else:
             is_quantized_cache = cache.element_size() == 1
             tall_tiles = TALL_TILES_SM90 if self.has_wgmma and not is_quantized_cache else TALL_TILES
@@ -350,26 +345,32 @@ class PrefillAttention:
             heights = short.height // group, tall.height // group
             short_tiles, tall_tiles = self.worklists.short_and_tall(rows, *heights)
             programs = 2 * triton.cdiv(count, heights[1])
-            if tall.warp_specialized and warp_specialized.is_usable(q, heads, cache, sinks):
+            if is_selected and tall.specialized_stages and count >= warp_specialized.MIN_TALL_ROWS:
                 warp_specialized.launch_tiles(
-                    q, rows, heads, cache, out, tall_tiles, programs, tall.height, tall.stages
-                )
+                    q, rows, heads, cache, out, tall_tiles, programs, height=tall.height,
+                    stages=tall.specialized_stages, launches_next=self.has_pdl, waits=False,
+                )  # fmt: skip
             else:
                 launch(tall, tall_tiles, programs, no_scratch, LAUNCH_NEXT=self.has_pdl, WAIT="")
             programs, wait = min(count, len(rows.page_table)), "last" if self.has_pdl else ""
             launch(short, short_tiles, programs, no_scratch, LAUNCH_NEXT=False, WAIT=wait)
 
-
-def chunk_programs(num_rows: int, heads: AttentionShape) -> int:
-    """Return the programs of a KV head for tiles in chunks; with more chunks some programs take several."""
-    return max(num_rows + num_rows // 2, triton.cdiv(MIN_CHUNK_GRID, heads.num_kv))
-
-
-def _tile_config(configs: dict[int, TileConfig], width: int, is_fp32: bool, group: int) -> TileConfig:
-    config = configs.get(width, TileConfig(16, 4, 2))
-    if is_fp32:  # one thread per output: taller tiles would not fit into registers
-        config = TileConfig(16, 4 if width <= 128 else 8, 2)
-    return config._replace(height=max(config.height, next_power_of_two(group)))
+    def _attend_even(
+        self, is_selected: bool, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor,
+        pdl: bool, short: TileConfig, chunk: int,
+    ) -> Tensor:  # fmt: skip
+        """Compute long tiles of even length with `warp_specialized.py`; return the list of other tiles."""
+        group, stages = heads.num_q // heads.num_kv, short.specialized_stages
+        if not (is_selected and stages):
+            return self.worklists.by_keys(rows, short.height // group, chunk, heads.window if chunk else 0)
+        per_wave = max(1, self._num_sms // heads.num_kv)
+        heights = warp_specialized.HALF // group, short.height // group
+        even, others = self.worklists.even_or_others(rows, *heights, chunk, per_wave)
+        warp_specialized.launch_tiles(
+            q, rows, heads, cache, out, even, min(len(q), per_wave), height=warp_specialized.HALF,
+            stages=stages, launches_next=pdl, waits=pdl,
+        )  # fmt: skip
+        return others
 
 
 def _launch(

@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import triton
+
+from draftproof.ops import AttentionShape
+from draftproof.ops.triton.kernel_utils import next_power_of_two
+
+MIN_CHUNK_GRID = 528  # programs of a launch with chunks: four per SM of an H200
+
 
 class TileConfig(NamedTuple):
     """Configuration of the kernel for a tile; speed only."""
@@ -19,7 +26,7 @@ class TileConfig(NamedTuple):
     prefetches_pages: bool = False  # load page ids one iteration early
     span_loop: bool = False  # loop of `span_loop.py`; it splits full spans and prefetches pages
     merges_rows: bool = False  # merge of `merge.py`, of tiles in chunks
-    warp_specialized: bool = False  # kernel of `warp_specialized.py` where it is usable; height 64 or 128
+    specialized_stages: int = 0  # spans in the rings of `warp_specialized.py` where selected; 0: never
 
 
 # Padded head dim -> configuration. TALL_TILES: prompts of large calls; SHORT_TILES: their decode rows, and
@@ -31,11 +38,27 @@ TALL_TILES = {
 }
 # On Hopper, for keys that are not quantised. The span loop has half the instructions a key and does not wait
 # after every tensor core instruction (ptxas C7514): 0.67 of the time of TALL_TILES at 8,192 rows.
-TALL_TILES_SM90 = {64: TileConfig(64, 4, 3, span_loop=True), 128: TileConfig(128, 8, 3, span_loop=True)}
+TALL_TILES_SM90 = {
+    64: TileConfig(64, 4, 3, span_loop=True),
+    128: TileConfig(128, 8, 3, span_loop=True, specialized_stages=2),
+}
 SHORT_TILES_512 = {64: TileConfig(16, 4, 3, 168), 128: TileConfig(16, 4, 3, 128)}
 SHORT_TILES = {64: TileConfig(16, 2, 3), 128: TileConfig(16, 2, 3)}
 SHORT_TILES_96 = {
     64: TileConfig(16, 2, 3),
-    128: TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True),
+    128: TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True, specialized_stages=2),
 }
-CHUNKED_TILES = {128: TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True, merges_rows=True)}
+CHUNKED_TILES = {128: SHORT_TILES_96[128]._replace(merges_rows=True)}
+
+
+def chunk_programs(num_rows: int, heads: AttentionShape) -> int:
+    """Return the programs of a KV head for tiles in chunks; with more chunks some programs take several."""
+    return max(num_rows + num_rows // 2, triton.cdiv(MIN_CHUNK_GRID, heads.num_kv))
+
+
+def tile_config(configs: dict[int, TileConfig], width: int, is_fp32: bool, group: int) -> TileConfig:
+    """Return the configuration for heads of `width` of which `group` share keys."""
+    config = configs.get(width, TileConfig(16, 4, 2))
+    if is_fp32:  # one thread per output: taller tiles would not fit into registers
+        config = TileConfig(16, 4 if width <= 128 else 8, 2)
+    return config._replace(height=max(config.height, next_power_of_two(group)))

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra import cuda
 
 from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention.merge import merge_split_kernel
@@ -29,12 +30,31 @@ from draftproof.ops.triton.attention.warpgroups import (
     thread_barrier,
     to_rows,
 )
+from draftproof.ops.triton.kernel_utils import launch_options
 
 HALF = 64  # rows times heads of a computing warpgroup
 COMPUTE_REGISTERS = 208  # of a thread that computes; the 88 that remain of 504 belong to a thread that loads
 MERGE_COLUMNS = 32  # of a program that merges
 MERGE_IN_FLIGHT = 32  # spans whose loads overlap
 ONES_COLUMNS = 8  # of the matrix of ones: the minimum of the instruction
+# The kernels were faster at 16,384 tokens of context. A shorter page table has no such contexts: with few
+# spans the rings are hardly used, and decode rows need a launch more.
+LONG_TABLE_TOKENS = 16384
+MIN_TALL_ROWS = (
+    2048  # of a call with tiles of prompts: 8,192 were measured, and few rows may be short prompts
+)
+
+
+@gluon.jit
+def synchronise_launches(LAUNCH_NEXT: gl.constexpr, WAIT: gl.constexpr):
+    """Allow the next kernel to start and wait for the previous one, before the warpgroups are divided.
+
+    The barrier that starts the other warpgroups comes after it, so no global memory is used before.
+    """
+    if LAUNCH_NEXT:
+        cuda.gdc_launch_dependents()
+    if WAIT:
+        cuda.gdc_wait()
 
 
 @gluon.jit
@@ -145,7 +165,7 @@ def split_range(
     """
     HEIGHT: gl.constexpr = HALF // GROUP
     rows_layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    row = R - 1 - gl.program_id(1)  # later rows have the most keys, so they start first
+    row = gl.program_id(2)  # the first row of a draft has the tile, so programs without one start last
     slot = gl.load(slots + row)
     previous_slot = gl.load(slots + gl.maximum(row - 1, 0))
     starts_tile = (slot >= 0) & ((row % HEIGHT == 0) | (previous_slot != slot))
@@ -157,7 +177,7 @@ def split_range(
     first_position = gl.min(gl.where(ok, pos, last), axis=0)
     count = gl.where(starts_tile, last // SPAN + 1, 0)
     length = (count + num_parallel - 1) // num_parallel
-    start = gl.minimum(gl.program_id(2) * length, count)
+    start = gl.minimum(gl.program_id(1) * length, count)
     return row, slot, last, first_position, start, gl.minimum(start + length, count)
 
 
@@ -232,7 +252,7 @@ def tall_attention_kernel(
     q, slots, positions, page_table, cache, out, tiles, R, max_pages, plane, scale,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, PAGE: gl.constexpr,
     KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr, ONES: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LAUNCH_NEXT: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     """Attention of the tiles of `prefill_attention_kernel`, whole tiles of BM rows times heads only.
 
@@ -244,6 +264,7 @@ def tall_attention_kernel(
     queries = gl.allocate_shared_memory(dtype, [PARTS, HALF, D], q_layout)
     ks, vs, k_full, k_empty, v_full, v_empty = make_rings(dtype, D, KEYS, SPAN, STAGES, PARTS)
     ones = make_ones(dtype, KEYS, ONES)
+    synchronise_launches(LAUNCH_NEXT, WAIT)
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -276,14 +297,15 @@ def split_attention_kernel(
     q, slots, positions, page_table, cache, parts, stats, R, max_pages, plane, spans, num_parallel, scale,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr,
     SPAN: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr, ONES: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LAUNCH_NEXT: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
-    """Store the partial results of all spans for `merge_split_kernel`; grid (NUM_KV, R, num_parallel)."""
+    """Store the partial results of all spans for `merge_split_kernel`; grid (NUM_KV, num_parallel, R)."""
     dtype: gl.constexpr = q.dtype.element_ty
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
     queries = gl.allocate_shared_memory(dtype, [1, HALF, D], q_layout)
     ks, vs, k_full, k_empty, v_full, v_empty = make_rings(dtype, D, KEYS, SPAN, STAGES, 1)
     ones = make_ones(dtype, KEYS, ONES)
+    synchronise_launches(LAUNCH_NEXT, WAIT)
     gl.warp_specialize(
         [
             (load_split, (slots, positions, page_table, cache, ks, vs, k_full, k_empty, v_full, v_empty, R,
@@ -299,42 +321,61 @@ def split_attention_kernel(
 def is_usable(q: Tensor, heads: AttentionShape, cache: Tensor, sinks: Tensor | None) -> bool:
     """Return whether the kernels compute this attention; the chip must be of compute capability 9.0."""
     is_plain = q.dtype == cache.dtype == torch.bfloat16 and heads.window == 0 and sinks is None
-    return is_plain and heads.dim == 128 and HALF % (heads.num_q // heads.num_kv) == 0
+    fits = heads.dim == 128 and heads.value_dim == 0 and HALF % (heads.num_q // heads.num_kv) == 0
+    return is_plain and fits and SPAN % cache.shape[2] == 0
 
 
-def _constants(heads: AttentionShape, cache: Tensor, stages: int) -> dict[str, Any]:
-    """Return the constants of both kernels; `stages` spans fit into the rings."""
-    return {
+def is_selected(q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, sinks: Tensor | None) -> bool:
+    """Return whether the kernels are used on Hopper: where they are usable and contexts may be long.
+
+    A captured graph does not know the contexts of its rows, only the width of the page table.
+    """
+    is_long = rows.page_table.shape[1] * cache.shape[2] >= LONG_TABLE_TOKENS
+    return is_long and is_usable(q, heads, cache, sinks)
+
+
+def _options(
+    heads: AttentionShape, cache: Tensor, stages: int, launches_next: bool, waits: bool
+) -> dict[str, Any]:
+    """Return constants and options of both kernels; `stages` spans fit into the rings."""
+    options = {
         "NUM_KV": heads.num_kv, "GROUP": heads.num_q // heads.num_kv, "D": heads.dim, "PAGE": cache.shape[2],
         "KEYS": KEYS, "SPAN": SPAN, "STAGES": stages, "HALF": HALF, "ONES": ONES_COLUMNS,
-        "COMPUTE_REGISTERS": COMPUTE_REGISTERS, "num_warps": 4, "enable_fp_fusion": False,
+        "COMPUTE_REGISTERS": COMPUTE_REGISTERS, "LAUNCH_NEXT": launches_next, "WAIT": waits,
+        "num_warps": 4, "enable_fp_fusion": False,
     }  # fmt: skip
+    return {**options, "launch_pdl": True} if waits else options
 
 
 def launch_tiles(
     q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, tiles: Tensor, programs: int,
-    height: int, stages: int,
+    *, height: int, stages: int, launches_next: bool, waits: bool,
 ) -> None:  # fmt: skip
-    """Compute a list of tiles of `height` rows times heads, HALF or 2 * HALF."""
+    """Compute a list of tiles of `height` rows times heads, HALF or 2 * HALF.
+
+    `launches_next`, `waits`: LAUNCH_NEXT and WAIT of the kernel.
+    """
     tall_attention_kernel[(heads.num_kv, programs)](
         q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, len(q), rows.page_table.shape[1],
-        cache.stride(0), heads.scale * LOG2_E, BM=height, **_constants(heads, cache, stages),
+        cache.stride(0), heads.scale * LOG2_E, BM=height,
+        **_options(heads, cache, stages, launches_next=launches_next, waits=waits),
     )  # fmt: skip
 
 
 def launch_split(
     q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, scratch: tuple[Tensor, Tensor],
-    num_parallel: int, stages: int,
+    num_parallel: int, *, stages: int, pdl: bool,
 ) -> None:  # fmt: skip
     """Compute all spans with `num_parallel` programs per row and KV head, then merge them."""
     parts, stats = scratch
     spans = triton.cdiv(rows.page_table.shape[1] * cache.shape[2], SPAN)
-    split_attention_kernel[(heads.num_kv, len(q), num_parallel)](
+    split_attention_kernel[(heads.num_kv, num_parallel, len(q))](
         q, rows.slots, rows.positions, rows.page_table, cache, parts, stats, len(q), rows.page_table.shape[1],
-        cache.stride(0), spans, num_parallel, heads.scale * LOG2_E, **_constants(heads, cache, stages),
+        cache.stride(0), spans, num_parallel, heads.scale * LOG2_E,
+        **_options(heads, cache, stages, launches_next=pdl, waits=pdl),
     )  # fmt: skip
     merge_split_kernel[(len(q), heads.num_q, heads.dim // MERGE_COLUMNS)](
         rows.slots, rows.positions, parts, stats, out, spans,
         HEADS=heads.num_q, D=heads.dim, COLUMNS=MERGE_COLUMNS, SPAN=SPAN, IN_FLIGHT=MERGE_IN_FLIGHT,
-        num_warps=1, enable_fp_fusion=False,
+        **launch_options(pdl, num_warps=1, enable_fp_fusion=False),
     )  # fmt: skip

@@ -16,8 +16,13 @@ from draftproof.ops import Rows
 from draftproof.ops.triton.attention import splitkv
 from draftproof.ops.triton.kernel_utils import next_power_of_two
 
+LIST_ALIGNMENT = 16  # elements: the compiler distinguishes addresses by their alignment
 BLOCK = 1024  # rows of one step of the kernel for short and tall tiles
 MAX_CHUNKS = 8  # of a tile
+MIN_EVEN_SPANS = 64  # of the longest tile: half of the 16,384 tokens at which whole tiles were measured
+# Whole tiles reach the memory bandwidth, chunks three quarters of it (H200, 16 rows at 16,384 tokens). So
+# whole tiles are faster while an SM has at most 5/4 of the average number of spans.
+MAX_UNEVEN, AVERAGE = 5, 4
 
 
 @triton.jit
@@ -94,6 +99,29 @@ def tile_lists_kernel(slots, short, tall, R, SHORT: tl.constexpr, TALL: tl.const
     tl.store(tall, num_tall)
 
 
+@triton.jit(do_not_specialize=["per_wave"])
+def choose_list_kernel(
+    positions, even, others, per_wave,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr, MIN_SPANS: tl.constexpr, MAX_UNEVEN: tl.constexpr,
+    AVERAGE: tl.constexpr,
+):  # fmt: skip
+    """Empty the list `others` if the tiles of `even` are long and even, otherwise `even`.
+
+    `per_wave` tiles run at the same time. Both lists hold the same rows; BLOCK: at least their number.
+    """
+    count = tl.load(even)
+    i = tl.arange(0, BLOCK)
+    row = tl.load(even + 1 + i, mask=i < count, other=0)
+    position = tl.load(positions + row, mask=i < count, other=0).to(tl.int32)
+    spans = tl.where(i < count, position // SPAN + 1, 0)
+    longest = tl.max(spans, axis=0)
+    slots_of_waves = tl.cdiv(count, per_wave) * per_wave
+    is_even = slots_of_waves * longest * AVERAGE <= tl.sum(spans, axis=0) * MAX_UNEVEN
+    is_chosen = is_even & (longest >= MIN_SPANS)
+    tl.store(even, 0, mask=is_chosen == 0)
+    tl.store(others, 0, mask=is_chosen)
+
+
 class WorkLists:
     """Cache of the lists of the current forward pass; lists of other rows are rebuilt every time."""
 
@@ -120,10 +148,21 @@ class WorkLists:
         count, chunks = len(rows.slots), MAX_CHUNKS if chunk else 1
         tiles, is_new = self._list(rows, (short, chunk, window), (1 + count * chunks,))
         if is_new:
-            chunk_list_kernel[(1,)](
-                rows.slots, rows.positions, tiles, count, chunk,
-                SHORT=short, BLOCK=max(16, next_power_of_two(count)), MAX_CHUNKS=chunks, WINDOW=window,
-                SPAN=splitkv.SPAN, num_warps=8,
+            _store_by_keys(rows, tiles, short, chunk, window)
+        return tiles
+
+    def even_or_others(self, rows: Rows, even: int, short: int, chunk: int, per_wave: int) -> Tensor:
+        """Return a list of whole tiles of `even` rows and the list of `by_keys`; one of them is empty."""
+        count, chunks = len(rows.slots), MAX_CHUNKS if chunk else 1
+        size = triton.cdiv(1 + count * chunks, LIST_ALIGNMENT) * LIST_ALIGNMENT
+        tiles, is_new = self._list(rows, (even, short, chunk, per_wave), (2, size))
+        if is_new:
+            _store_by_keys(rows, tiles[0], even, 0, 0)
+            _store_by_keys(rows, tiles[1], short, chunk, 0)
+            choose_list_kernel[(1,)](
+                rows.positions, tiles[0], tiles[1], per_wave, BLOCK=max(16, next_power_of_two(count)),
+                SPAN=splitkv.SPAN, MIN_SPANS=MIN_EVEN_SPANS, MAX_UNEVEN=MAX_UNEVEN, AVERAGE=AVERAGE,
+                num_warps=1,
             )  # fmt: skip
         return tiles
 
@@ -136,3 +175,13 @@ class WorkLists:
                 rows.slots, *tiles, count, SHORT=short, TALL=tall, BLOCK=BLOCK, num_warps=8
             )
         return tiles
+
+
+def _store_by_keys(rows: Rows, tiles: Tensor, short: int, chunk: int, window: int) -> None:
+    """Launch `chunk_list_kernel`; chunk 0: whole tiles."""
+    count = len(rows.slots)
+    chunk_list_kernel[(1,)](
+        rows.slots, rows.positions, tiles, count, chunk,
+        SHORT=short, BLOCK=max(16, next_power_of_two(count)), MAX_CHUNKS=MAX_CHUNKS if chunk else 1,
+        WINDOW=window, SPAN=splitkv.SPAN, num_warps=8,
+    )  # fmt: skip
