@@ -103,11 +103,12 @@ def tile_lists_kernel(slots, short, tall, R, SHORT: tl.constexpr, TALL: tl.const
 def choose_list_kernel(
     positions, even, others, per_wave,
     BLOCK: tl.constexpr, SPAN: tl.constexpr, MIN_SPANS: tl.constexpr, MAX_UNEVEN: tl.constexpr,
-    AVERAGE: tl.constexpr,
+    AVERAGE: tl.constexpr, ONE_WAVE: tl.constexpr,
 ):  # fmt: skip
     """Empty the list `others` if the tiles of `even` are long and even, otherwise `even`.
 
-    `per_wave` tiles run at the same time. Both lists hold the same rows; BLOCK: at least their number.
+    `per_wave` tiles run at the same time; ONE_WAVE: more tiles are not chosen. Both lists hold the same rows,
+    at most BLOCK.
     """
     count = tl.load(even)
     i = tl.arange(0, BLOCK)
@@ -118,6 +119,8 @@ def choose_list_kernel(
     slots_of_waves = tl.cdiv(count, per_wave) * per_wave
     is_even = slots_of_waves * longest * AVERAGE <= tl.sum(spans, axis=0) * MAX_UNEVEN
     is_chosen = is_even & (longest >= MIN_SPANS)
+    if ONE_WAVE:
+        is_chosen = is_chosen & (count <= per_wave)
     tl.store(even, 0, mask=is_chosen == 0)
     tl.store(others, 0, mask=is_chosen)
 
@@ -152,7 +155,10 @@ class WorkLists:
         return tiles
 
     def even_or_others(self, rows: Rows, even: int, short: int, chunk: int, per_wave: int) -> Tensor:
-        """Return a list of whole tiles of `even` rows and the list of `by_keys`; one of them is empty."""
+        """Return a list of whole tiles of `even` rows and the list of `by_keys`; one of them is empty.
+
+        If `by_keys` has whole tiles too, several of them per SM, `even` has one wave of tiles at most.
+        """
         count, chunks = len(rows.slots), MAX_CHUNKS if chunk else 1
         size = triton.cdiv(1 + count * chunks, LIST_ALIGNMENT) * LIST_ALIGNMENT
         tiles, is_new = self._list(rows, (even, short, chunk, per_wave), (2, size))
@@ -162,7 +168,7 @@ class WorkLists:
             choose_list_kernel[(1,)](
                 rows.positions, tiles[0], tiles[1], per_wave, BLOCK=max(16, next_power_of_two(count)),
                 SPAN=splitkv.SPAN, MIN_SPANS=MIN_EVEN_SPANS, MAX_UNEVEN=MAX_UNEVEN, AVERAGE=AVERAGE,
-                num_warps=1,
+                ONE_WAVE=chunk == 0, num_warps=1,
             )  # fmt: skip
         return tiles
 
