@@ -147,7 +147,7 @@ def _some(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(every[:limit]) + more
 
 
-MAX_DRAWN_NUMBERS = 1 << 33  # of a model; in a larger one all tensors are taken from a pool
+MAX_DRAWN_NUMBERS = 1 << 30  # of a model; in a larger one all tensors are taken from a pool
 POOL_SIZE = (1 << 24) + 43  # numbers drawn for all large tensors together; a prime, so that rows differ
 
 
