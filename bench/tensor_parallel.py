@@ -1,9 +1,11 @@
 """Cost of tensor parallelism on one GPU; the last line of stdout is JSON.
 
     python bench/tensor_parallel.py [--shape llama-3-8b] [--layers 0] [--batches 1,8,64,256] [--steps 60]
+                                    [--sides nccl,invariant]
 
 Seconds of a decoding step with one rank, engines in turn. "plain": without tensor parallelism. "nccl": layers
 cut as for several ranks, with NCCL in the captured graphs. "invariant": `tp_invariant=True`, 8 parts of K.
+`--sides`: those that are compared with "plain".
 `--layers`: fewer layers than the published model has. `--device cpu` runs gloo, as a test of this program.
 """
 
@@ -85,13 +87,14 @@ def main() -> None:
     parser.add_argument(
         "--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256]
     )
+    parser.add_argument("--sides", type=lambda text: text.split(","), default=["nccl", "invariant"])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         shape = write_shape(options.shape, Path(folder), options.layers)
-        sides = {side: build_llm(shape, side, options) for side in ("plain", "nccl", "invariant")}
+        sides = {side: build_llm(shape, side, options) for side in ("plain", *options.sides)}
     figures: dict[str, dict[str, float]] = {}
     for batch in options.batches:
         heat()
@@ -101,9 +104,7 @@ def main() -> None:
                 seconds[side].append(step_seconds(llm, batch, options.steps))
         medians = {side: statistics.median(values) for side, values in seconds.items()}
         line = {f"{side} ms": round(1000 * value, 3) for side, value in medians.items()}
-        line |= {
-            f"{side} / plain": round(medians[side] / medians["plain"], 3) for side in ("nccl", "invariant")
-        }
+        line |= {f"{side} / plain": round(medians[side] / medians["plain"], 3) for side in options.sides}
         figures[f"batch {batch}"] = line
         print(f"batch {batch}", line, flush=True)
     for llm in sides.values():
