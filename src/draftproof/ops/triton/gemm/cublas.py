@@ -2,10 +2,9 @@
 
 cuBLAS picks a kernel by shape, and some of its kernels split K. So a piece of exactly P rows of a weight
 shape uses cuBLAS only after P random rows times that weight gave equal bits from both. Where cuBLAS splits K
-for a plain product, it may not for a product with a bias of zeros ("bias") or, for fp32 sums, for one that is
-added to zeros ("add"). A call of M rows is divided into such pieces, and the remaining rows use Triton. The
-check runs once per (shape, P, dtype), at the first use outside a graph capture. Inside a capture, an
-unchecked piece uses Triton.
+for a plain product, it may not for a product with a bias, here of zeros. A call of M rows is divided into
+such pieces, and the remaining rows use Triton. The check runs once per (shape, P, dtype), at the first use
+outside a graph capture; inside a capture, an unchecked piece uses Triton.
 
 This is `mode` "proven". "fast" uses cuBLAS wherever a measurement was faster, "always" everywhere: in both
 modes the bits of a row depend on the number of rows. "never" disables it.
@@ -31,6 +30,7 @@ WHOLE_ROWS = (80, 96, 128, 160, 192, 256, 320, 384, 512)
 MIN_WHOLE_ELEMENTS = 1 << 23  # elements of a weight
 NUM_CHECKS = 2  # random inputs a check compares
 CALLS_PER_MEASUREMENT = 20  # calls of one measurement
+CALL_KINDS = ("plain", "bias")
 PDL_LOSS_US = 2.0  # loss around a kernel without programmatic dependent launch
 
 Mode = Literal["never", "proven", "fast", "always"]
@@ -55,24 +55,20 @@ class Cublas:
         if found is None:
             if is_compiling() or torch.cuda.is_current_stream_capturing():
                 return ""
-            kinds = ("plain", "bias" if out_dtype == packed.weight.dtype else "add")
-            equal_kinds = (kind for kind in kinds if self._has_equal_bits(packed, rows, out_dtype, kind))
+            equal_kinds = (kind for kind in CALL_KINDS if self._has_equal_bits(packed, rows, out_dtype, kind))
             found = self.proven[key] = next(equal_kinds, "")
         return found
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor, call_kind: str = "plain") -> None:
         """Compute x [M, K] times weight [N, K] by cuBLAS, in the dtype of `out`."""
+        options = {} if out.dtype == x.dtype else {"out_dtype": out.dtype}
         if call_kind == "bias":
             key = (len(weight), weight.dtype)
             if key not in self._zeros:
                 self._zeros[key] = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
-            torch.addmm(self._zeros[key], x, weight.t(), out=out)
-        elif call_kind == "add":
-            torch.addmm(out.zero_(), x, weight.t(), out_dtype=out.dtype, out=out)
-        elif out.dtype == x.dtype:
-            torch.mm(x, weight.t(), out=out)
+            torch.addmm(self._zeros[key], x, weight.t(), out=out, **options)
         else:
-            torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+            torch.mm(x, weight.t(), out=out, **options)
 
     def _has_equal_bits(
         self, packed: PackedLinear, rows: int, out_dtype: torch.dtype, call_kind: str
