@@ -26,7 +26,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[
     gone_through: list[Callable[[], object]] = []
 
     def compile_without_a_pool(self: Any, functions: Any, tick: Any) -> None:
-        with compile_ahead._compile_only_launches(), compile_ahead._ZeroAllocations():
+        with compile_ahead._compile_only_launches(), compile_ahead._zeroed_allocations():
             for function in functions:
                 function()
                 gone_through.append(function)

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITCallable, JITFunction
 
 MAX_THREADS = 32
 POLL_SECONDS = 0.5  # between two progress reports
 ALIGNMENT = 16  # bytes of an address, or elements of a size, that the compiler specialises on
-_aten = torch.ops.aten
-ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+# Functions that return memory without contents.
+ALLOCATIONS = (
+    *((torch, name) for name in ("empty", "empty_like", "empty_strided")),
+    *((Tensor, name) for name in ("new_empty", "new_empty_strided")),
+)
 _compile_lock, _parse_lock = threading.Lock(), threading.Lock()
 _thread_state = threading.local()
 
@@ -44,7 +46,7 @@ def compile_ahead(functions: Sequence[Callable[[], object]], report: Callable[[i
     with _compile_lock, _serial_parsing(), ThreadPoolExecutor(threads, "draftproof-compile") as pool:
         mode = triton.AsyncCompileMode(pool, ignore_errors=True)
         with mode:
-            with _compile_only_launches(), _ZeroAllocations():
+            with _compile_only_launches(), _zeroed_allocations():
                 for function in functions:
                     function()
             pending = set(mode.raw_futures)
@@ -74,12 +76,31 @@ def _serial_parsing() -> Iterator[None]:
         JITCallable.parse = parse
 
 
-class _ZeroAllocations(TorchDispatchMode):
-    """Dispatch mode that zeroes new allocations."""
+@contextmanager
+def _zeroed_allocations() -> Iterator[None]:
+    """Zero what this thread allocates.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out.zero_() if func.overloadpacket in ALLOCATIONS else out
+    A dispatch mode of torch could do the same, but its first use imports torch's compiler: 2 s.
+    """
+
+    def zeroed(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, **options: Any) -> Tensor:
+            out = allocate(*args, **options)
+            return out.zero_() if is_compiling() else out
+
+        return run
+
+    before = [(owner, name, vars(owner).get(name)) for owner, name in ALLOCATIONS]
+    for owner, name in ALLOCATIONS:
+        setattr(owner, name, zeroed(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name, function in before:
+            if function is None:  # inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)
 
 
 @contextmanager
