@@ -18,8 +18,11 @@ def bytes_of(packed: Any) -> int:
     return sum(part.nbytes for part in parts if part is not None)
 
 
-def step_weights(llm: LLM) -> tuple[list[Any], int]:
-    """Return the packed weights of the model, and the bytes of those that a step of one row reads."""
+def step_weights(llm: LLM, batch: int) -> tuple[list[Any], int]:
+    """Return the packed weights of the model, and the bytes of those that a step of `batch` rows reads.
+
+    Rows select their experts independently.
+    """
     model = llm.engine.runner.model
     packed = [p for layer in model.layers for p in (layer.attention.qkv, layer.attention.out)]
     packed.append(model.lm_head)
@@ -28,8 +31,8 @@ def step_weights(llm: LLM) -> tuple[list[Any], int]:
         sizes += [latent.key_up.nbytes, latent.value_up.nbytes]
         sizes += [] if latent.q_up is None else [bytes_of(latent.q_up)]
     for mlp in (layer.mlp for layer in model.layers):
-        if isinstance(mlp, Moe):  # one row reads the router, its own experts and the shared one
-            share = mlp.routing.top_k / mlp.routing.num_experts
+        if isinstance(mlp, Moe):  # a row reads the router, its own experts and the shared one
+            share = 1 - (1 - mlp.routing.top_k / mlp.routing.num_experts) ** batch
             packed += [mlp.gate_up, mlp.down]
             sizes += [round(share * bytes_of(p)) for p in (mlp.gate_up, mlp.down)]
             sizes.append(mlp.router.linear.weight.nbytes)
@@ -46,7 +49,7 @@ def memory_floor(llm: LLM, context: int = 0, batch: int = 1) -> dict[str, Any]:
     The bandwidth is that of a reduction over one large tensor. With sliding windows fewer keys are read than
     counted here.
     """
-    packed, size = step_weights(llm)
+    packed, size = step_weights(llm, batch)
     runner, ops = llm.engine.runner, llm.engine.ops
     held = max((*(p.weight for p in packed), *runner.caches), key=lambda t: t.numel() * t.element_size())
     large = held.view(-1).view(torch.int64)[: MAX_READ_BYTES >> 3]
