@@ -104,7 +104,7 @@ def test_span_loop_is_used_where_the_shared_memory_has_room_for_it() -> None:
         assert not tile.span_loop and tile.max_programs == splitkv.MAX_SPLIT_PROGRAMS
 
 
-LONG = ["split_attention_kernel", "merge_split_kernel"]
+CHUNKS = ["chunk_list_kernel", "prefill_attention_kernel"]
 LISTS = ["chunk_list_kernel", "chunk_list_kernel", "choose_list_kernel"]
 EVEN = [*LISTS, "tall_attention_kernel", "prefill_attention_kernel"]
 LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
@@ -113,23 +113,20 @@ LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
 @pytest.mark.parametrize(
     ("count", "tokens", "changes", "expected"),
     [
-        (1, 16384, {}, LONG),
-        (8, 16384, {}, LONG),
         (16, 16384, {}, EVEN),
         (64, 16384, {}, EVEN),
         (2048, 16384, {}, ["tile_lists_kernel", "tall_attention_kernel", "prefill_attention_kernel"]),
-        (1, 16383, {}, ["splitkv_attention_kernel"]),
-        (9, 16384, {}, ["splitkv_attention_kernel"]),
-        (16, 8192, {}, ["chunk_list_kernel", "prefill_attention_kernel"]),
-        (97, 16384, {}, ["chunk_list_kernel", "prefill_attention_kernel"]),
+        (8, 16384, {}, ["splitkv_attention_kernel"]),
+        (16, 16383, {}, CHUNKS),
+        (97, 16384, {}, CHUNKS),
         (2047, 16384, {}, ["tile_lists_kernel", "prefill_attention_kernel", "prefill_attention_kernel"]),
-        (1, 16384, {"window": 4096}, ["splitkv_attention_kernel"]),
-        (1, 16384, {"dim": 64}, ["splitkv_attention_kernel"]),
-        (1, 16384, {"num_q": 24}, ["splitkv_attention_kernel"]),
-        (1, 16384, {"sinks": True}, ["splitkv_attention_kernel"]),
-        (1, 16384, {"cache": torch.int8}, ["splitkv_attention_kernel"]),
-        (1, 16384, {"capability": (10, 0)}, ["splitkv_attention_kernel"]),
-        (16, 16384, {"capability": (8, 0)}, ["chunk_list_kernel", "prefill_attention_kernel"]),
+        (16, 16384, {"window": 4096}, CHUNKS),
+        (64, 16384, {"dim": 64}, CHUNKS),
+        (16, 16384, {"num_q": 24}, CHUNKS),
+        (16, 16384, {"sinks": True}, CHUNKS),
+        (16, 16384, {"cache": torch.int8}, CHUNKS),
+        (16, 16384, {"capability": (10, 0)}, CHUNKS),
+        (16, 16384, {"capability": (8, 0)}, CHUNKS),
     ],
 )
 def test_warp_specialised_kernels_are_used_at_long_page_tables_of_hopper(

@@ -582,27 +582,6 @@ def work_lists_choose_whole_tiles_where_they_are_long_and_even() -> None:
                 assert torch.equal(others[: 1 + count], expected[: 1 + count]), lengths
 
 
-@check
-def merge_of_a_split_has_the_bits_of_the_last_program() -> None:
-    """Merge the partial results that the split kernel has stored once more, by columns."""
-    heads = HEADS["grouped"]
-    paged = Paged(heads, [645, 130, 5], DTYPES[1])
-    where = [(0, p) for p in range(638, 642)] + [(1, 129), (2, 4)]
-    x, rows = randn(len(where), heads.num_q * heads.dim, seed=7, dtype=DTYPES[1]), paged.rows(where)
-    rows.slots[-1] = -1
-    want = ops.forward.attention(x, rows, heads, paged.cache)
-    got = torch.full_like(want, torch.nan)
-    partials = ops.forward._partials
-    merge.merge_split_kernel[(len(where), heads.num_q, 2)](
-        rows.slots, rows.positions, partials.parts, partials.stats, got,
-        -(-rows.page_table.shape[1] * paged.page_size // attention_kernels.SPAN),
-        HEADS=heads.num_q, D=heads.dim, COLUMNS=heads.dim // 2, SPAN=attention_kernels.SPAN, IN_FLIGHT=4,
-        PDL=False, num_warps=1,
-    )  # fmt: skip
-    assert bits(got[:-1]) == bits(want[:-1])
-    assert got[-1].isnan().all()  # padding
-
-
 def spans(heads: AttentionShape) -> tuple[Paged, dict, list]:
     paged = Paged(heads, [150, 20], torch.float32)
     watched = [(0, p) for p in (3, 63, 64, 127, 128, 149)] + [(1, 19)]

@@ -135,10 +135,10 @@ def forward(
 
 
 def long_attention(ops: TritonOps, heads: AttentionShape) -> None:
-    """Call the attention of page tables for long contexts: one row, some, many and a prompt."""
+    """Call the attention of page tables for long contexts: 16 rows, 64 and a prompt."""
     cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
     table = torch.zeros((4, LONG_TABLE_TOKENS // 16), dtype=torch.int32)
-    for count in (1, 4, 16, 64, MIN_TALL_ROWS):
+    for count in (16, 64, MIN_TALL_ROWS):
         column = torch.zeros(count, dtype=torch.int64)
         q = torch.empty((count, heads.num_q * heads.dim), dtype=torch.bfloat16)
         ops.forward.attention(q, Rows(column, column, column, column, table), heads, cache)

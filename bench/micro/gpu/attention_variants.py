@@ -72,8 +72,6 @@ CASES = (
     Case("decode 16x1 at 400", "chunked", 16, 1, 400),
 )
 SPLIT = (
-    *(SplitTile(16, 4, 3, max_programs=n, specialized_stages=2) for n in (132, 264, 528)),
-    SplitTile(16, 4, 3, max_programs=528, specialized_stages=3),
     SplitTile(16, 8, 3, span_loop=True, merges_rows=True, max_programs=132),
     SplitTile(16, 4, 3, merges_rows=True),
     SplitTile(16, 4, 3, merges_rows=True, max_programs=264),
@@ -114,7 +112,7 @@ def variants(table: str) -> Iterator[tuple[str, Patches]]:
     if table == "split":
         for tile in SPLIT:
             limit = {"TILES": ((1 << 30, tile),), "MAX_SPLIT_PROGRAMS": tile.max_programs}
-            yield str(tile), [(splitkv, limit), *ANY_CONTEXT]
+            yield str(tile), [(splitkv, limit)]
     elif table == "chunked":
         for config in CHUNKED:
             for chunks in (8,):

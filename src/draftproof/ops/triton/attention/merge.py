@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from draftproof.ops.triton.attention import online_softmax
-from draftproof.ops.triton.kernel_utils import pdl_sync
 
 MAX_SPANS_IN_FLIGHT = 16  # whose loads overlap; more make the kernel slow to compile
 REGISTERS = 128  # of a thread that may hold loaded partial results
@@ -66,37 +65,3 @@ def merge_rows(
             )
         out_at = out + row_head[:, None] * D + d[None, :]
         online_softmax.store_normalised(m, total, acc, sink, out_at, inside)
-
-
-@triton.jit(do_not_specialize=["spans"])
-def merge_split_kernel(
-    slots, positions, parts, stats, out, spans,
-    HEADS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, IN_FLIGHT: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Merge all spans of a row and head, of which none is merged yet; grid (rows, HEADS, D / COLUMNS)."""
-    pdl_sync(PDL)
-    row, head = tl.program_id(0), tl.program_id(1)
-    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    count = tl.load(positions + row).to(tl.int32) // SPAN + 1
-    count = tl.where(tl.load(slots + row) >= 0, count, 0)
-    index = (row * HEADS + head).to(tl.int64) * spans
-    m = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, COLUMNS), tl.float32)
-    for start in range(0, count, IN_FLIGHT):
-        loaded = ()
-        for i in tl.static_range(IN_FLIGHT):
-            at = index + start + i + tl.arange(0, 1)
-            exists = (start + i < count) & (tl.arange(0, 1) == 0)
-            m1 = tl.load(stats + at * 2, mask=exists, other=float("-inf"))
-            total1 = tl.load(stats + at * 2 + 1, mask=exists, other=0.0)
-            acc1 = tl.load(parts + at[:, None] * D + d[None, :], mask=exists[:, None], other=0.0)
-            loaded = loaded + ((m1, total1, acc1),)
-        for i in tl.static_range(IN_FLIGHT):
-            m, total, acc = online_softmax.merge_partials(
-                m, total, acc, loaded[i][0], loaded[i][1], loaded[i][2]
-            )
-    if count > 0:
-        out_at = out + (row * HEADS + head).to(tl.int64) * D + d[None, :]
-        online_softmax.store_normalised(m, total, acc, None, out_at, (d < D)[None, :])

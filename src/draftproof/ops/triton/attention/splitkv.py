@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import online_softmax, span_loop, warp_specialized
+from draftproof.ops.triton.attention import online_softmax, span_loop
 from draftproof.ops.triton.attention.kv_cache import (
     head_pointers,
     is_quantized,
@@ -54,14 +54,13 @@ class SplitTile(NamedTuple):
     span_loop: bool = False  # loop of `span_loop.py`
     merges_rows: bool = False  # merge of `merge.py`
     max_programs: int = MAX_SPLIT_PROGRAMS
-    specialized_stages: int = 0  # spans in the rings of `warp_specialized.py` where selected; 0: never
 
 
 # Maximum number of rows -> configuration. Three stages keep two blocks of keys in flight, because a span has
 # two blocks; in the span loop two spans, which leaves room for one program per SM.
 TILES = (
-    (1, SplitTile(16, 4, 3, span_loop=True, merges_rows=True, max_programs=132, specialized_stages=2)),
-    (8, SplitTile(16, 4, 3, span_loop=True, merges_rows=True, max_programs=528, specialized_stages=2)),
+    (1, SplitTile(16, 4, 3, span_loop=True, merges_rows=True, max_programs=132)),
+    (8, SplitTile(16, 4, 3, span_loop=True, merges_rows=True, max_programs=528)),
     (1 << 30, SplitTile(16, 2, 3)),
 )
 BLOCK_LOOP_TILE = SplitTile(16, 4, 2)  # of fp32 and wide heads
@@ -262,8 +261,8 @@ def scratch_fits(num_rows: int, heads: AttentionShape, spans: int) -> bool:
 class SplitKVAttention:
     """Launcher of the kernel."""
 
-    def __init__(self, partials: PartialBuffers, max_shared_bytes: int, has_wgmma: bool = False) -> None:
-        self._partials, self._max_shared_bytes, self._has_wgmma = partials, max_shared_bytes, has_wgmma
+    def __init__(self, partials: PartialBuffers, max_shared_bytes: int) -> None:
+        self._partials, self._max_shared_bytes = partials, max_shared_bytes
 
     def num_parallel_spans(
         self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int, dtype: torch.dtype
@@ -295,12 +294,6 @@ class SplitKVAttention:
         num_parallel = self.num_parallel_spans(num_rows, heads, rows.page_table, page_size, q.dtype)
         scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)
         tile = self.tile(num_rows, width, q.dtype)
-        stages = tile.specialized_stages if self._has_wgmma else 0
-        if stages and warp_specialized.is_selected(q, rows, heads, cache, sinks):
-            warp_specialized.launch_split(
-                q, rows, heads, cache, out, scratch[:2], num_parallel, stages=stages, pdl=pdl
-            )
-            return
         group_padded = next_power_of_two(group)
         in_flight = spans_in_flight(tile.warps, group_padded, width) if tile.merges_rows else 0
         splitkv_attention_kernel[(num_rows, heads.num_kv, num_parallel)](

@@ -7,10 +7,7 @@ warpgroup. See `warpgroups.py`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra import cuda
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention.merge import merge_split_kernel
 from draftproof.ops.triton.attention.online_softmax import KEYS, LOG2_E, SPAN
 from draftproof.ops.triton.attention.warpgroups import (
     attend_span,
@@ -26,16 +22,12 @@ from draftproof.ops.triton.attention.warpgroups import (
     make_ones,
     make_rings,
     merge,
-    store_span,
     thread_barrier,
     to_rows,
 )
-from draftproof.ops.triton.kernel_utils import launch_options
 
 HALF = 64  # rows times heads of a computing warpgroup
 COMPUTE_REGISTERS = 208  # of a thread that computes; the 88 that remain of 504 belong to a thread that loads
-MERGE_COLUMNS = 32  # of a program that merges
-MERGE_IN_FLIGHT = 32  # spans whose loads overlap
 ONES_COLUMNS = 8  # of the matrix of ones: the minimum of the instruction
 # The kernels were faster at 16,384 tokens of context. A shorter page table has no such contexts: with few
 # spans the rings are hardly used, and decode rows need a launch more.
@@ -155,98 +147,6 @@ def compute_tiles(
         gl.store(out_at, result.to(out.dtype.element_ty), mask=to_rows(ok, VALUES)[:, None])
 
 
-@gluon.jit
-def split_range(
-    slots, positions, R, num_parallel, GROUP: gl.constexpr, SPAN: gl.constexpr, HALF: gl.constexpr
-):
-    """Return row, slot, last and first position of the tile of a program, and its spans start..end.
-
-    A tile begins at the first row of a slot and at multiples of its height; other programs have no spans.
-    """
-    HEIGHT: gl.constexpr = HALF // GROUP
-    rows_layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    row = gl.program_id(2)  # the first row of a draft has the tile, so programs without one start last
-    slot = gl.load(slots + row)
-    previous_slot = gl.load(slots + gl.maximum(row - 1, 0))
-    starts_tile = (slot >= 0) & ((row % HEIGHT == 0) | (previous_slot != slot))
-    r = row + gl.arange(0, HALF, layout=rows_layout) // GROUP
-    ok = (r < R) & (r // HEIGHT == row // HEIGHT)
-    ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
-    pos = gl.load(positions + r, mask=ok, other=-1).to(gl.int32)
-    last = gl.max(pos, axis=0)
-    first_position = gl.min(gl.where(ok, pos, last), axis=0)
-    count = gl.where(starts_tile, last // SPAN + 1, 0)
-    length = (count + num_parallel - 1) // num_parallel
-    start = gl.minimum(gl.program_id(1) * length, count)
-    return row, slot, last, first_position, start, gl.minimum(start + length, count)
-
-
-@gluon.jit
-def load_split(
-    slots, positions, page_table, cache, ks, vs, k_full, k_empty, v_full, v_empty,
-    R, max_pages, plane, num_parallel,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr,
-    SPAN: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Copy the keys and values of the spans of a program into the rings."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    keys = cache + gl.program_id(0) * D + gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    row, slot, last, _, start, end = split_range(slots, positions, R, num_parallel, GROUP, SPAN, HALF)
-    load_spans(
-        page_table + gl.maximum(slot, 0) * max_pages, keys, keys + plane, ks, vs, k_full, k_empty, v_full,
-        v_empty, start * 0, start, end, last, NUM_KV, D, PAGE, KEYS, SPAN, STAGES, layout,
-    )  # fmt: skip
-
-
-@gluon.jit
-def compute_split(
-    q, slots, positions, parts, stats, q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty,
-    R, spans, num_parallel, scale,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, SPAN: gl.constexpr,
-    STAGES: gl.constexpr, HALF: gl.constexpr, ONES: gl.constexpr,
-):  # fmt: skip
-    """Compute the spans of a program and store each of them."""
-    HEADS: gl.constexpr = NUM_KV * GROUP
-    HEIGHT: gl.constexpr = HALF // GROUP
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
-    head = gl.program_id(0)
-    row, slot, last, first_position, start, end = split_range(
-        slots, positions, R, num_parallel, GROUP, SPAN, HALF
-    )
-    if start < end:
-        q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        i = gl.arange(0, HALF, layout=gl.SliceLayout(1, q_layout))
-        r = row + i // GROUP
-        ok = (r < R) & (r // HEIGHT == row // HEIGHT)
-        ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
-        d = gl.arange(0, D, layout=gl.SliceLayout(0, q_layout))
-        row_head = r.to(gl.int64) * HEADS + head * GROUP + i % GROUP
-        q_shared.store(gl.load(q + row_head[:, None] * D + d[None, :], mask=ok[:, None], other=0.0))
-        fence_async_shared()
-        thread_barrier()
-        i = gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
-        r = row + i // GROUP
-        ok = (r < R) & (r // HEIGHT == row // HEIGHT)
-        ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
-        pos = gl.load(positions + r, mask=ok, other=-1).to(gl.int32)
-        base = (r.to(gl.int64) * HEADS + head * GROUP + i % GROUP) * spans
-        masked_start = gl.maximum(start, gl.minimum((first_position + 1) // SPAN, end))
-        for span in range(start, masked_start):
-            m1, sums1, acc1 = attend_span(
-                q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, span - start,
-                HALF, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, False,
-            )  # fmt: skip
-            store_span(parts, stats, base + span, m1, sums1, acc1, ok, D, VALUES)
-        for span in range(masked_start, end):
-            m1, sums1, acc1 = attend_span(
-                q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, span - start,
-                HALF, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, True,
-            )  # fmt: skip
-            store_span(parts, stats, base + span, m1, sums1, acc1, ok, D, VALUES)
-
-
 @gluon.jit(do_not_specialize=["R", "max_pages"])
 def tall_attention_kernel(
     q, slots, positions, page_table, cache, out, tiles, R, max_pages, plane, scale,
@@ -292,32 +192,6 @@ def tall_attention_kernel(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["R", "max_pages", "spans", "num_parallel"])
-def split_attention_kernel(
-    q, slots, positions, page_table, cache, parts, stats, R, max_pages, plane, spans, num_parallel, scale,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr,
-    SPAN: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr, ONES: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LAUNCH_NEXT: gl.constexpr, WAIT: gl.constexpr,
-):  # fmt: skip
-    """Store the partial results of all spans for `merge_split_kernel`; grid (NUM_KV, num_parallel, R)."""
-    dtype: gl.constexpr = q.dtype.element_ty
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
-    queries = gl.allocate_shared_memory(dtype, [1, HALF, D], q_layout)
-    ks, vs, k_full, k_empty, v_full, v_empty = make_rings(dtype, D, KEYS, SPAN, STAGES, 1)
-    ones = make_ones(dtype, KEYS, ONES)
-    synchronise_launches(LAUNCH_NEXT, WAIT)
-    gl.warp_specialize(
-        [
-            (load_split, (slots, positions, page_table, cache, ks, vs, k_full, k_empty, v_full, v_empty, R,
-                          max_pages, plane, num_parallel, NUM_KV, GROUP, D, PAGE, KEYS, SPAN, STAGES, HALF)),
-            (compute_split, (q, slots, positions, parts, stats, queries.index(0), ks, vs, ones, k_full,
-                             k_empty, v_full, v_empty, R, spans, num_parallel, scale, NUM_KV, GROUP, D, KEYS,
-                             SPAN, STAGES, HALF, ONES)),
-        ],
-        [4], [COMPUTE_REGISTERS],
-    )  # fmt: skip
-
-
 def is_usable(q: Tensor, heads: AttentionShape, cache: Tensor, sinks: Tensor | None) -> bool:
     """Return whether the kernels compute this attention; the chip must be of compute capability 9.0."""
     is_plain = q.dtype == cache.dtype == torch.bfloat16 and heads.window == 0 and sinks is None
@@ -334,48 +208,20 @@ def is_selected(q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, sin
     return is_long and is_usable(q, heads, cache, sinks)
 
 
-def _options(
-    heads: AttentionShape, cache: Tensor, stages: int, launches_next: bool, waits: bool
-) -> dict[str, Any]:
-    """Return constants and options of both kernels; `stages` spans fit into the rings."""
-    options = {
-        "NUM_KV": heads.num_kv, "GROUP": heads.num_q // heads.num_kv, "D": heads.dim, "PAGE": cache.shape[2],
-        "KEYS": KEYS, "SPAN": SPAN, "STAGES": stages, "HALF": HALF, "ONES": ONES_COLUMNS,
-        "COMPUTE_REGISTERS": COMPUTE_REGISTERS, "LAUNCH_NEXT": launches_next, "WAIT": waits,
-        "num_warps": 4, "enable_fp_fusion": False,
-    }  # fmt: skip
-    return {**options, "launch_pdl": True} if waits else options
-
-
 def launch_tiles(
     q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, tiles: Tensor, programs: int,
     *, height: int, stages: int, launches_next: bool, waits: bool,
 ) -> None:  # fmt: skip
     """Compute a list of tiles of `height` rows times heads, HALF or 2 * HALF.
 
-    `launches_next`, `waits`: LAUNCH_NEXT and WAIT of the kernel.
+    `stages` spans fit into the rings. `launches_next`, `waits`: LAUNCH_NEXT and WAIT of the kernel.
     """
+    options = {"launch_pdl": True} if waits else {}
     tall_attention_kernel[(heads.num_kv, programs)](
         q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, len(q), rows.page_table.shape[1],
-        cache.stride(0), heads.scale * LOG2_E, BM=height,
-        **_options(heads, cache, stages, launches_next=launches_next, waits=waits),
-    )  # fmt: skip
-
-
-def launch_split(
-    q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, scratch: tuple[Tensor, Tensor],
-    num_parallel: int, *, stages: int, pdl: bool,
-) -> None:  # fmt: skip
-    """Compute all spans with `num_parallel` programs per row and KV head, then merge them."""
-    parts, stats = scratch
-    spans = triton.cdiv(rows.page_table.shape[1] * cache.shape[2], SPAN)
-    split_attention_kernel[(heads.num_kv, num_parallel, len(q))](
-        q, rows.slots, rows.positions, rows.page_table, cache, parts, stats, len(q), rows.page_table.shape[1],
-        cache.stride(0), spans, num_parallel, heads.scale * LOG2_E,
-        **_options(heads, cache, stages, launches_next=pdl, waits=pdl),
-    )  # fmt: skip
-    merge_split_kernel[(len(q), heads.num_q, heads.dim // MERGE_COLUMNS)](
-        rows.slots, rows.positions, parts, stats, out, spans,
-        HEADS=heads.num_q, D=heads.dim, COLUMNS=MERGE_COLUMNS, SPAN=SPAN, IN_FLIGHT=MERGE_IN_FLIGHT,
-        **launch_options(pdl, num_warps=1, enable_fp_fusion=False),
+        cache.stride(0), heads.scale * LOG2_E,
+        NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim, BM=height, PAGE=cache.shape[2],
+        KEYS=KEYS, SPAN=SPAN, STAGES=stages, HALF=HALF, ONES=ONES_COLUMNS,
+        COMPUTE_REGISTERS=COMPUTE_REGISTERS, LAUNCH_NEXT=launches_next, WAIT=waits,
+        num_warps=4, enable_fp_fusion=False, **options,
     )  # fmt: skip

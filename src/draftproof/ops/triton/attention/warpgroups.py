@@ -217,15 +217,3 @@ def merge(m, total, acc, m1, sums1, acc1, VALUES: gl.constexpr):
     a, b = gl.exp2(m - base), gl.exp2(m1 - base)
     acc = acc * to_rows(a, VALUES)[:, None] + acc1 * to_rows(b, VALUES)[:, None]
     return top, total * a + total1 * b, acc
-
-
-@gluon.jit
-def store_span(parts, stats, index, m1, sums1, acc1, ok, D: gl.constexpr, VALUES: gl.constexpr):
-    """Do `online_softmax.store_partial`; index [HALF]: of the partial result of the span."""
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, VALUES))
-    gl.store(
-        parts + to_rows(index, VALUES)[:, None] * D + d[None, :], acc1, mask=to_rows(ok, VALUES)[:, None]
-    )
-    gl.store(stats + index * 2, m1, mask=ok)
-    total1 = gl.convert_layout(gl.max(sums1, axis=1), m1.type.layout)  # all columns are equal
-    gl.store(stats + index * 2 + 1, total1, mask=ok)
