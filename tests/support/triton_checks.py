@@ -159,9 +159,10 @@ interpreter.InterpreterBuilder.cast_impl = _cast
 _plain_convert = interpreter.InterpreterBuilder.create_fp_to_fp
 interpreter.InterpreterBuilder.create_fp_to_fp = _to_e4m3
 interpreter.InterpreterBuilder.create_dot = _dot
-# Checks of integers for overflow took a fifth of the time; no index of these sizes comes near 2^31.
-options = interpreter.interpreter_builder.options
-interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+# Checks of integers for overflow took a fifth of the time; no index of these sizes is near 2^31.
+interpreter.interpreter_builder.options = replace(
+    interpreter.interpreter_builder.options, sanitize_overflow=False
+)
 ops, ref = resolve("triton", CPU), ReferenceOps(CPU)
 CHECKS: dict[str, dict[str, Callable[[], None]]] = defaultdict(dict)  # module -> name -> check
 

@@ -61,7 +61,7 @@ def measured(trainer: Trainer, began: float, tokens: int) -> TimeEstimate:
     return TimeEstimate(update, point, saving, once + time.monotonic() - began)
 
 
-def time_updates(trainer: Trainer, updates: int = TIMED_UPDATES) -> tuple[float, float]:
+def time_updates(trainer: Trainer, updates: int) -> tuple[float, float]:
     """Return seconds per update and the total of the first run; changes the weights."""
     batches = list(islice(trainer.batches.from_step(0), updates))
     first = _timed(trainer, lambda: [trainer.learn(batch, False) for batch in batches])
