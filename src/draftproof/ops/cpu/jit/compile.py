@@ -67,7 +67,9 @@ class DeviceCompiler(Compiler):  # type: ignore[misc]
 
 # Only kernels call device functions: code to call them from Python would be compiled for each.
 DEVICE_OPTIONS: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-DEVICE_OPTIONS["pipeline_class"] = DeviceCompiler
+PRIVATE_METHODS = ("_finalize_final_module", "_finalize_dynamic_globals", "_verify_declare_only_symbols")
+if all(hasattr(JITCodeLibrary, name) for name in PRIVATE_METHODS) and hasattr(Compiler, "_compile_core"):
+    DEVICE_OPTIONS["pipeline_class"] = DeviceCompiler  # else numba makes machine code that is never called
 
 
 def device(fn: Callable[..., Any]) -> Any:
