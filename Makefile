@@ -47,11 +47,13 @@ bench: setup
 
 # On a machine with a GPU, with its own python: needs torch, triton, pytest, pytest-xdist and what pyproject.toml
 # lists. Tests of the whole GPU's memory and of training run alone.
+# Older versions of pytest-benchmark, where installed, warn at each start with xdist; warnings are errors.
+GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest -p no:benchmark
 GPU_ALONE := tests/gpu/test_sleep_gpu.py tests/gpu/test_train_gpu.py
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -p no:benchmark -n 8 tests/gpu --ignore tests/gpu/test_multi_gpu.py \
+	$(GPU_PYTEST) -n 8 tests/gpu --ignore tests/gpu/test_multi_gpu.py \
 		$(addprefix --ignore ,$(GPU_ALONE))
-	PYTHONPATH=src $(PYTHON) -m pytest $(GPU_ALONE)
+	$(GPU_PYTEST) $(GPU_ALONE)
 
 # On a machine with at least 2 GPUs, with its own python: tensor parallelism over NCCL.
 test-multi-gpu:

@@ -1,6 +1,6 @@
 """Exactness on a GPU: the matrix of test_exact.py with the triton backend; `make test-gpu` runs it.
 
-Only torch, triton, numpy, safetensors and pytest are needed.
+Only torch, triton, numpy, safetensors, pytest and pytest-xdist are needed.
 """
 
 from __future__ import annotations
