@@ -49,8 +49,8 @@ ROUTE_VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "16 experts": {"FEW_EXPERTS": 16},
     "8 experts": {"EXPERTS": 8},
-    "step 512, 4 stages": {"BF16_STEP": 512, "STAGES": 4},
-    "8 warps": {"WARPS": 8},
+    "step 512, 4 stages": {"BF16_STEP_COLUMNS": 512, "NUM_STAGES": 4},
+    "8 warps": {"NUM_WARPS": 8},
     "without prefetch": {"num_prefetch_lines": lambda *_: 0},
 }
 GATE_UP_TILES = (

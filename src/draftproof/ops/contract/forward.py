@@ -88,7 +88,7 @@ class ForwardOps(LatentOps, ABC):
         """Look up tokens [R] in table [V, D]: [R, D]."""
 
     def vocab_places(self, tokens: Tensor, num_rows: int, rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-        """Return where tokens [R] are in a table of which each rank has `num_rows` rows: two of [R].
+        """Return where tokens [R] are in a table of which each rank has `num_rows` rows: two tensors [R].
 
         First the row in the part of `rank`, any row for a token of another rank. Then the row in the results
         of all ranks, [num_ranks * R, D], in which every rank has looked up the first.

@@ -20,7 +20,7 @@ ROWS_PER_PROGRAM = 4  # at most
 PLACES_BLOCK = 256  # tokens of one program of `vocab_places_kernel`
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["VOCAB"])  # also ranks * rows: one binary for every number of rows
 def embed_kernel(tokens, table, out, VOCAB, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Gather rows: out [R, D] = table[tokens]; a token outside the table gives zeros."""
     pdl_sync(PDL)

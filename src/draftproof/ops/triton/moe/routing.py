@@ -25,10 +25,13 @@ from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two
 
 MAX_SPLIT_ROWS = 512  # up to it several programs share the experts of a row tile
 ROWS, MANY_ROWS = 16, 64  # of a row tile, up to MAX_SPLIT_ROWS rows and above
-FEW_ROWS = 4  # selected in one tile if there are no more: one of each warp
+FEW_ROWS = 4  # rows: up to it the tile that selects experts has FEW_ROWS rows, one for each warp
 EXPERTS = 16  # of the tile of a program, up to MAX_SPLIT_ROWS rows
 FEW_EXPERTS = 8  # up to ROWS rows: more programs load the weight
-WARPS, STAGES, BF16_STEP = 4, 6, 256  # up to MAX_SPLIT_ROWS rows: few programs, much in flight
+# Up to MAX_SPLIT_ROWS rows there are few programs: each has many loads in flight.
+NUM_WARPS = 4  # warps of a program
+NUM_STAGES = 6  # steps over K whose loads are in flight
+BF16_STEP_COLUMNS = 256  # columns of x and of the router in one step over K, in bf16
 LARGE_EXPERTS = 256  # above it a tile of many rows would not fit into registers
 MAX_EXPERT_TILES = tl.constexpr(1 << 16)  # a work item is expert * MAX_EXPERT_TILES + tile of the expert
 MIN_WEIGHT_SUM = tl.constexpr(1e-20)  # divisor of the weights if all scores of a row are 0
@@ -139,7 +142,7 @@ def route_kernel(
 ):  # fmt: skip
     """Route rows x [R, K] by router [E, K]: `experts`, `weights` [R, TOP_K]; list tiles of BM pairs.
 
-    SELECT_ROWS: rows of a row tile whose experts are selected, all that exist.
+    SELECT_ROWS: rows of the tile that selects experts: BR, or fewer if R is at most SELECT_ROWS.
     """
     EXPERT_TILES: tl.constexpr = (E + BE - 1) // BE
     row_tile = tl.program_id(0) // EXPERT_TILES
@@ -231,12 +234,12 @@ def route(
     padded = next_power_of_two(count)
     if is_split := rows <= MAX_SPLIT_ROWS:
         tile = {"BR": ROWS, "BE": FEW_EXPERTS if rows <= ROWS else EXPERTS}
-        tile |= {"num_warps": WARPS, "num_stages": STAGES}
+        tile |= {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
     else:
         tile = {"BR": MANY_ROWS if padded <= LARGE_EXPERTS else ROWS, "BE": padded}
         tile |= {"num_warps": 8, "num_stages": 3}
     tile["SELECT_ROWS"] = FEW_ROWS if rows <= FEW_ROWS else tile["BR"]
-    step = (BF16_STEP if is_split else 64) if x.dtype == torch.bfloat16 else 32
+    step = (BF16_STEP_COLUMNS if is_split else 64) if x.dtype == torch.bfloat16 else 32
     even = depth % step == 0
     grid = triton.cdiv(rows, tile["BR"]) * triton.cdiv(count, tile["BE"])
     route_kernel[(grid,)](

@@ -24,7 +24,7 @@ from draftproof.ops.triton.quantized.dot import dot_4bit, dot_fp8, dot_w8a8, dot
 from draftproof.ops.triton.quantized.rows import QuantizedRows
 
 GROUP = 8  # row tiles that traverse the columns of the weight together, so that they find it in L2
-INLINE_VALUES = 64  # of x in the registers of a thread that searches the largest magnitude of a row
+INLINE_VALUES_PER_THREAD = 64  # values of x that a thread holds to find the largest magnitude of a row
 INT4_ZERO = 8  # zero point of a symmetric 4-bit weight
 USE_DP4A = tl.constexpr(not INTERPRETED)  # the interpreter knows no assembly
 
@@ -190,7 +190,8 @@ def linear(x: Tensor | QuantizedRows, packed: PackedLinear, out: Tensor, pdl: bo
     values, *weights = _inputs(x, packed)
     (rows, depth), columns = values.shape, packed.columns
     is_inline = packed.format == "w8a8" and not isinstance(x, QuantizedRows)
-    block = min(next_power_of_two(depth), INLINE_VALUES * 32 * tile.warps) if is_inline else 0
+    assert not is_inline or (tile.bm == 1 and values.dtype == torch.bfloat16), (tile, values.dtype)
+    block = min(next_power_of_two(depth), INLINE_VALUES_PER_THREAD * 32 * tile.warps) if is_inline else 0
     quantized_linear_kernel[(triton.cdiv(rows, tile.bm) * triton.cdiv(columns, tile.bn),)](
         values, *weights, out, rows, columns, depth, GROUP=GROUP, X_BLOCK=block,
         **_constants(values, packed, tile, pdl),

@@ -2,7 +2,7 @@
 
 Each program reads the row twice: for its largest magnitude, then chunk by chunk beside the weight. The values
 and the scale have the bits of `quantize_rows_kernel`: the formulas are shared, and a maximum has no order.
-The row lies in L2, and one launch is saved. With 2 to 16 rows a separate kernel is faster.
+The row is in L2, and one launch is saved. With 2 to 16 rows a separate kernel is faster.
 """
 
 from __future__ import annotations
