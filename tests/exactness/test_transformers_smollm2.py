@@ -121,4 +121,5 @@ def test_top_20_ids_equal_transformers_in_order(both: Both) -> None:
             assert len(ids) == 20 and line.ranks[1:] == list(range(1, 21))
             check_order(ids, row)
             swapped += ids != row.topk(20).indices.tolist()
-    assert swapped < 0.04 * len(QUESTIONS) * TOKENS  # few lists have swapped entries
+    # Few lists have swapped entries: 6 of 240 on a Neoverse-N1.
+    assert swapped < 0.04 * len(QUESTIONS) * TOKENS
