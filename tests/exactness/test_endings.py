@@ -22,8 +22,8 @@ SPEC = {"method": "proposers:Perfect", "num_speculative_tokens": K, "adaptive": 
 # The next step is in flight before the host reads that this one finished.
 AHEAD = {**SPEC, "method": "proposers:DevicePerfect", "overlap": True}
 with_and_without_overlap = pytest.mark.parametrize("spec", [SPEC, AHEAD], ids=["no overlap", "overlap"])
-# The last prompt row gives the first token; the first window then decides positions 1 to K + 1.
 PLAIN_RECORDS: dict[str, tiny.Record] = {}  # request and options of the engine -> record without drafts
+# The last prompt row gives the first token; the first window then decides positions 1 to K + 1.
 PLACES = {"prefill": 0, "first draft": 1, "middle draft": 4, "last draft": K, "bonus": K + 1, "recovered": 5}
 
 
@@ -42,15 +42,30 @@ def distinct_output() -> tuple[int, tuple[int, ...]]:
     raise AssertionError("no seed gives twenty different tokens")
 
 
-def serve(request: Request, answer, spec=SPEC, **options) -> tiny.Record:
-    """Return the record with drafts from `answer`, which must equal that of plain decoding."""
+def plain_record(request: Request, options: dict) -> tiny.Record:
+    """Serve a request without drafts and without overlap."""
+    engine = tiny.engine(overlap=False, **options)
+    record = tiny.run(engine, [request])["0"]
+    check_empty(engine)
+    assert count_errors("0", record) == []
+    return record
+
+
+def serve(request: Request, answer, spec=SPEC, fresh=False, **options) -> tiny.Record:
+    """Return the record with drafts from `answer`, which must equal that of plain decoding.
+
+    Plain records are cached, except those of requests with processors, whose repr has only their address.
+    `fresh`: not, for a broken engine.
+    """
     proposers.set_answers({"0": list(answer)})
     spec = dict(spec)
     overlap = spec.pop("overlap", False)
-    key = repr((request, options))
-    if key not in PLAIN_RECORDS:
-        PLAIN_RECORDS[key] = tiny.run(tiny.engine(overlap=False, **options), [request])["0"]
-    records = [PLAIN_RECORDS[key]]
+    if fresh or request.params.logits_processors:
+        plain = plain_record(request, options)
+    else:
+        key = repr((request, options))
+        plain = PLAIN_RECORDS.get(key) or PLAIN_RECORDS.setdefault(key, plain_record(request, options))
+    records = [plain]
     for speculative, ahead in (*([(None, True)] if overlap else []), (spec, overlap)):
         engine = tiny.engine(speculative=speculative, overlap=ahead, **options)
         records.append(tiny.run(engine, [request])["0"])
@@ -286,7 +301,7 @@ def test_control_end_token_checked_at_the_last_row_only_is_detected(monkeypatch)
 
     plant(monkeypatch, "commit", broken)
     with pytest.raises(AssertionError, match="tokens"):
-        serve(request, answer)
+        serve(request, answer, fresh=True)
 
 
 def test_control_error_of_a_rejected_draft_is_detected(monkeypatch):
@@ -308,6 +323,7 @@ def test_control_error_of_a_rejected_draft_is_detected(monkeypatch):
             make_request(seed, logits_processors=[reject_other_texts]),
             answer,
             {**SPEC, "method": "proposers:Flaky"},
+            fresh=True,
         )
 
 
