@@ -251,11 +251,12 @@ def biases_and_clamped_swiglu_of_mxfp4_experts_equal_reference() -> None:
 @check
 def speculation_with_4_bit_experts_is_exact() -> None:
     """Serve a request with drafts, some of them wrong, and compare it with the request without."""
-    cases = [Case(0, option="max_tokens", length=6, prompt=False)]
+    cases = [Case(0, length=3, prompt=False, max_tokens=4)]
     spec = {"method": "proposers:Flaky", "num_speculative_tokens": 2, "adaptive": False}
-    batch = Batch(cases, Setup("gpt_oss_mxfp4", "bfloat16", "triton"), spec)
-    assert batch.differences() == []
-    assert sum(step.num_draft for step in batch.records["0"].steps) > 1
+    for arch, quantization in (("gpt_oss_mxfp4", "none"), ("gpt_oss", "int4")):
+        batch = Batch(cases, Setup(arch, "bfloat16", "triton", quantization=quantization), spec)
+        assert batch.differences() == [], arch
+        assert sum(step.num_draft for step in batch.records["0"].steps) > 1
 
 
 @check
