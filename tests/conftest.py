@@ -65,6 +65,7 @@ SLOW_FILES = frozenset(LONGEST_FILES) | {
     *("bad_endpoints", "command", "latent", "moe", "serve_completion_options", "serve_messages"),
     *("serve_tensor_parallel", "surrogates", "tool_call_oracle"),
     *("update_engine", "update_ranks", "update_served"),
+    *("beam_search", "embeddings", "frame", "gguf_families", "gpt_oss", "serve_embeddings"),
 }
 # Fixtures and files that need the default model, which is downloaded.
 NETWORK_FIXTURES = frozenset({"smollm2", "smollm2_path"})

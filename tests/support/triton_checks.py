@@ -554,14 +554,15 @@ def work_lists_sort_tiles_by_keys() -> None:
 @check
 def work_lists_choose_whole_tiles_where_they_are_long_and_even() -> None:
     """Check which list is empty: even tiles, one longer tile, a wave with one tile, short tiles, padding."""
-    span, per_wave = attention_kernels.SPAN, 4
+    span, per_wave, long = attention_kernels.SPAN, 4, worklist.MIN_EVEN_SPANS
     cases = (
         ([64] * 4, True),
         ([80] + [80, 80, 80], True),
         ([64, 63, 60, 50], True),
         ([512, 64, 64, 64], False),
         ([64] * 5, False),
-        ([63] * 4, False),
+        ([long] * 4, True),
+        ([long - 1] * 4, False),
         ([64] * 8 + [0], True),
         ([64] * 7, True),
     )

@@ -364,10 +364,10 @@ class PrefillAttention:
         if not (is_selected and stages):
             return self.worklists.by_keys(rows, short.height // group, chunk, heads.window if chunk else 0)
         per_wave = max(1, self._num_sms // heads.num_kv)
-        heights = warp_specialized.HALF // group, short.height // group
-        even, others = self.worklists.even_or_others(rows, *heights, chunk, per_wave)
+        half, height = warp_specialized.HALF_ROWS // group, short.height // group
+        even, others = self.worklists.even_or_others(rows, half, height, chunk, per_wave)
         warp_specialized.launch_tiles(
-            q, rows, heads, cache, out, even, min(len(q), per_wave), height=warp_specialized.HALF,
+            q, rows, heads, cache, out, even, min(len(q), per_wave), height=warp_specialized.HALF_ROWS,
             stages=stages, launches_next=pdl, waits=pdl,
         )  # fmt: skip
         return others

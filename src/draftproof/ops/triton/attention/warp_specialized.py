@@ -26,7 +26,7 @@ from draftproof.ops.triton.attention.warpgroups import (
     to_rows,
 )
 
-HALF = 64  # rows times heads of a computing warpgroup
+HALF_ROWS = 64  # rows times heads of a computing warpgroup
 COMPUTE_REGISTERS = 208  # of a thread that computes; the 88 that remain of 504 belong to a thread that loads
 ONES_COLUMNS = 8  # of the matrix of ones: the minimum of the instruction
 # The kernels were faster at 16,384 tokens of context. A shorter page table has no such contexts: with few
@@ -89,10 +89,10 @@ def load_tiles(
 def compute_tiles(
     q, slots, positions, out, tiles, q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, R, scale,
     PART: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
-    KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
+    KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, HALF_ROWS: gl.constexpr,
     ONES: gl.constexpr,
 ):  # fmt: skip
-    """Compute rows PART * HALF.. of all tiles."""
+    """Compute rows PART * HALF_ROWS.. of all tiles."""
     HEADS: gl.constexpr = NUM_KV * GROUP
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -106,7 +106,7 @@ def compute_tiles(
         row = gl.load(tiles + count - tile)
         slot = gl.load(slots + row)
         last, first_position = tile_bounds(slots, positions, row, slot, R, GROUP, BM)
-        i = PART * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, q_layout))
+        i = PART * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, q_layout))
         r = row + i // GROUP
         ok = r < R
         ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
@@ -117,26 +117,26 @@ def compute_tiles(
         q_shared.store(query)
         fence_async_shared()
         thread_barrier()
-        i = PART * HALF + gl.arange(0, HALF, layout=rows_layout)
+        i = PART * HALF_ROWS + gl.arange(0, HALF_ROWS, layout=rows_layout)
         r = row + i // GROUP
         ok = r < R
         ok = ok & (gl.load(slots + r, mask=ok, other=-1) == slot)
         pos = gl.load(positions + r, mask=ok, other=-1).to(gl.int32)
-        m = gl.full([HALF], float("-inf"), gl.float32, rows_layout)
-        total = gl.zeros([HALF], gl.float32, rows_layout)
-        acc = gl.zeros([HALF, D], gl.float32, VALUES)
+        m = gl.full([HALF_ROWS], float("-inf"), gl.float32, rows_layout)
+        total = gl.zeros([HALF_ROWS], gl.float32, rows_layout)
+        acc = gl.zeros([HALF_ROWS, D], gl.float32, VALUES)
         num_spans = last // SPAN + 1
         num_full = gl.minimum((first_position + 1) // SPAN, num_spans)
         for span in range(num_full):
             m1, sums1, acc1 = attend_span(
                 q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, first + span,
-                HALF, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, False,
+                HALF_ROWS, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, False,
             )  # fmt: skip
             m, total, acc = merge(m, total, acc, m1, sums1, acc1, VALUES)
         for span in range(num_full, num_spans):
             m1, sums1, acc1 = attend_span(
                 q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, first + span,
-                HALF, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, True,
+                HALF_ROWS, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, True,
             )  # fmt: skip
             m, total, acc = merge(m, total, acc, m1, sums1, acc1, VALUES)
         first += num_spans
@@ -151,17 +151,17 @@ def compute_tiles(
 def tall_attention_kernel(
     q, slots, positions, page_table, cache, out, tiles, R, max_pages, plane, scale,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, PAGE: gl.constexpr,
-    KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr, ONES: gl.constexpr,
+    KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, HALF_ROWS: gl.constexpr, ONES: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LAUNCH_NEXT: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     """Attention of the tiles of `prefill_attention_kernel`, whole tiles of BM rows times heads only.
 
-    BM: 2 * HALF, or HALF with one computing warpgroup.
+    BM: 2 * HALF_ROWS, or HALF_ROWS with one computing warpgroup.
     """
     dtype: gl.constexpr = q.dtype.element_ty
-    PARTS: gl.constexpr = BM // HALF
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
-    queries = gl.allocate_shared_memory(dtype, [PARTS, HALF, D], q_layout)
+    PARTS: gl.constexpr = BM // HALF_ROWS
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF_ROWS, D], dtype)
+    queries = gl.allocate_shared_memory(dtype, [PARTS, HALF_ROWS, D], q_layout)
     ks, vs, k_full, k_empty, v_full, v_empty = make_rings(dtype, D, KEYS, SPAN, STAGES, PARTS)
     ones = make_ones(dtype, KEYS, ONES)
     synchronise_launches(LAUNCH_NEXT, WAIT)
@@ -172,7 +172,7 @@ def tall_attention_kernel(
                               v_empty, R, max_pages, plane, NUM_KV, GROUP, D, BM, PAGE, KEYS, SPAN, STAGES)),
                 (compute_tiles, (q, slots, positions, out, tiles, queries.index(0), ks, vs, ones, k_full,
                                  k_empty, v_full, v_empty, R, scale, 0, NUM_KV, GROUP, D, BM, KEYS, SPAN,
-                                 STAGES, HALF, ONES)),
+                                 STAGES, HALF_ROWS, ONES)),
             ],
             [4], [COMPUTE_REGISTERS],
         )  # fmt: skip
@@ -183,10 +183,10 @@ def tall_attention_kernel(
                               v_empty, R, max_pages, plane, NUM_KV, GROUP, D, BM, PAGE, KEYS, SPAN, STAGES)),
                 (compute_tiles, (q, slots, positions, out, tiles, queries.index(0), ks, vs, ones, k_full,
                                  k_empty, v_full, v_empty, R, scale, 0, NUM_KV, GROUP, D, BM, KEYS, SPAN,
-                                 STAGES, HALF, ONES)),
+                                 STAGES, HALF_ROWS, ONES)),
                 (compute_tiles, (q, slots, positions, out, tiles, queries.index(1), ks, vs, ones, k_full,
                                  k_empty, v_full, v_empty, R, scale, 1, NUM_KV, GROUP, D, BM, KEYS, SPAN,
-                                 STAGES, HALF, ONES)),
+                                 STAGES, HALF_ROWS, ONES)),
             ],
             [4, 4], [COMPUTE_REGISTERS, COMPUTE_REGISTERS],
         )  # fmt: skip
@@ -195,7 +195,7 @@ def tall_attention_kernel(
 def is_usable(q: Tensor, heads: AttentionShape, cache: Tensor, sinks: Tensor | None) -> bool:
     """Return whether the kernels compute this attention; the chip must be of compute capability 9.0."""
     is_plain = q.dtype == cache.dtype == torch.bfloat16 and heads.window == 0 and sinks is None
-    fits = heads.dim == 128 and heads.value_dim == 0 and HALF % (heads.num_q // heads.num_kv) == 0
+    fits = heads.dim == 128 and heads.value_dim == 0 and HALF_ROWS % (heads.num_q // heads.num_kv) == 0
     return is_plain and fits and SPAN % cache.shape[2] == 0
 
 
@@ -212,7 +212,7 @@ def launch_tiles(
     q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, tiles: Tensor, programs: int,
     *, height: int, stages: int, launches_next: bool, waits: bool,
 ) -> None:  # fmt: skip
-    """Compute a list of tiles of `height` rows times heads, HALF or 2 * HALF.
+    """Compute a list of tiles of `height` rows times heads, HALF_ROWS or 2 * HALF_ROWS.
 
     `stages` spans fit into the rings. `launches_next`, `waits`: LAUNCH_NEXT and WAIT of the kernel.
     """
@@ -221,7 +221,7 @@ def launch_tiles(
         q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, len(q), rows.page_table.shape[1],
         cache.stride(0), heads.scale * LOG2_E,
         NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim, BM=height, PAGE=cache.shape[2],
-        KEYS=KEYS, SPAN=SPAN, STAGES=stages, HALF=HALF, ONES=ONES_COLUMNS,
+        KEYS=KEYS, SPAN=SPAN, STAGES=stages, HALF_ROWS=HALF_ROWS, ONES=ONES_COLUMNS,
         COMPUTE_REGISTERS=COMPUTE_REGISTERS, LAUNCH_NEXT=launches_next, WAIT=waits,
         num_warps=4, enable_fp_fusion=False, **options,
     )  # fmt: skip

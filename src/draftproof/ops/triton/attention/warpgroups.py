@@ -146,14 +146,14 @@ def finite(top):
 
 @gluon.jit
 def to_rows(x, LAYOUT: gl.constexpr):
-    """Convert a value per row [HALF] to another layout of the same rows: no data moves."""
+    """Convert a value per row [HALF_ROWS] to another layout of the same rows: no data moves."""
     return gl.convert_layout(x, gl.SliceLayout(1, LAYOUT))
 
 
 @gluon.jit
 def attend_span(
     q, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, index,
-    HALF: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, ONES: gl.constexpr, STAGES: gl.constexpr,
+    HALF_ROWS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, ONES: gl.constexpr, STAGES: gl.constexpr,
     SCORES: gl.constexpr, VALUES: gl.constexpr, SUMS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Return maximum, sums and weighted values of a span of two blocks of keys; index: of it in the rings.
@@ -163,7 +163,7 @@ def attend_span(
     dtype: gl.constexpr = q.dtype
     stage = index % STAGES
     phase = index // STAGES & 1
-    no_scores = gl.zeros([HALF, KEYS], gl.float32, SCORES)
+    no_scores = gl.zeros([HALF_ROWS, KEYS], gl.float32, SCORES)
     mbarrier.wait(k_full.index(stage * 2), phase)
     fence_async_shared()
     product0 = warpgroup_mma(q, ks.index(stage * 2).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -180,8 +180,8 @@ def attend_span(
     ones_weights0 = gl.convert_layout(p0, gl.DotOperandLayout(0, SUMS, 2))
     mbarrier.wait(v_full.index(stage * 2), phase)
     fence_async_shared()
-    no_values = gl.zeros([HALF, D], gl.float32, VALUES)
-    no_sums = gl.zeros([HALF, ONES], gl.float32, SUMS)
+    no_values = gl.zeros([HALF_ROWS, D], gl.float32, VALUES)
+    no_sums = gl.zeros([HALF_ROWS, ONES], gl.float32, SUMS)
     values = warpgroup_mma(weights0, vs.index(stage * 2), no_values, use_acc=False, is_async=True)
     sums = warpgroup_mma(ones_weights0, ones, no_sums, use_acc=False, is_async=True)
     product1 = warpgroup_mma_wait(2, deps=[product1])

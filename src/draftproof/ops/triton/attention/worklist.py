@@ -19,10 +19,10 @@ from draftproof.ops.triton.kernel_utils import next_power_of_two
 LIST_ALIGNMENT = 16  # elements: the compiler distinguishes addresses by their alignment
 BLOCK = 1024  # rows of one step of the kernel for short and tall tiles
 MAX_CHUNKS = 8  # of a tile
-MIN_EVEN_SPANS = 64  # of the longest tile: half of the 16,384 tokens at which whole tiles were measured
+MIN_EVEN_SPANS = 16  # of the longest tile: 2,048 tokens; 16 rows of that length 53 to 37 µs
 # Whole tiles reach the memory bandwidth, chunks three quarters of it (H200, 16 rows at 16,384 tokens). So
 # whole tiles are faster while an SM has at most 5/4 of the average number of spans.
-MAX_UNEVEN, AVERAGE = 5, 4
+MAX_UNEVEN_NUMERATOR, MAX_UNEVEN_DENOMINATOR = 5, 4
 
 
 @triton.jit
@@ -102,8 +102,8 @@ def tile_lists_kernel(slots, short, tall, R, SHORT: tl.constexpr, TALL: tl.const
 @triton.jit(do_not_specialize=["per_wave"])
 def choose_list_kernel(
     positions, even, others, per_wave,
-    BLOCK: tl.constexpr, SPAN: tl.constexpr, MIN_SPANS: tl.constexpr, MAX_UNEVEN: tl.constexpr,
-    AVERAGE: tl.constexpr, ONE_WAVE: tl.constexpr,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr, MIN_SPANS: tl.constexpr, NUMERATOR: tl.constexpr,
+    DENOMINATOR: tl.constexpr, ONE_WAVE: tl.constexpr,
 ):  # fmt: skip
     """Empty the list `others` if the tiles of `even` are long and even, otherwise `even`.
 
@@ -116,8 +116,8 @@ def choose_list_kernel(
     position = tl.load(positions + row, mask=i < count, other=0).to(tl.int32)
     spans = tl.where(i < count, position // SPAN + 1, 0)
     longest = tl.max(spans, axis=0)
-    slots_of_waves = tl.cdiv(count, per_wave) * per_wave
-    is_even = slots_of_waves * longest * AVERAGE <= tl.sum(spans, axis=0) * MAX_UNEVEN
+    places_of_waves = tl.cdiv(count, per_wave) * per_wave
+    is_even = places_of_waves * longest * DENOMINATOR <= tl.sum(spans, axis=0) * NUMERATOR
     is_chosen = is_even & (longest >= MIN_SPANS)
     if ONE_WAVE:
         is_chosen = is_chosen & (count <= per_wave)
@@ -167,8 +167,8 @@ class WorkLists:
             _store_by_keys(rows, tiles[1], short, chunk, 0)
             choose_list_kernel[(1,)](
                 rows.positions, tiles[0], tiles[1], per_wave, BLOCK=max(16, next_power_of_two(count)),
-                SPAN=splitkv.SPAN, MIN_SPANS=MIN_EVEN_SPANS, MAX_UNEVEN=MAX_UNEVEN, AVERAGE=AVERAGE,
-                ONE_WAVE=chunk == 0, num_warps=1,
+                SPAN=splitkv.SPAN, MIN_SPANS=MIN_EVEN_SPANS, NUMERATOR=MAX_UNEVEN_NUMERATOR,
+                DENOMINATOR=MAX_UNEVEN_DENOMINATOR, ONE_WAVE=chunk == 0, num_warps=1,
             )  # fmt: skip
         return tiles
 
