@@ -141,7 +141,6 @@ def experts_weights_and_lists_equal_reference() -> None:
             with (
                 mock.patch.object(routing, "MAX_SPLIT_ROWS", split),
                 mock.patch.object(routing, "EXPERTS", 4),
-                mock.patch.object(routing, "FEW_EXPERTS", 2),
             ):
                 found = routing.route(x[:count], router, rule, made.correction, counters, tile_rows, False)
             assert not counters.any()

@@ -47,11 +47,9 @@ ROUTERS, EXPERT_LAYERS = 160, 4  # more bytes than the L2 cache
 # Constants of `routing` that a variant replaces.
 ROUTE_VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
-    "16 experts": {"FEW_EXPERTS": 16},
     "8 experts": {"EXPERTS": 8},
     "step 512, 4 stages": {"BF16_STEP_COLUMNS": 512, "NUM_STAGES": 4},
     "8 warps": {"NUM_WARPS": 8},
-    "without prefetch": {"num_prefetch_lines": lambda *_: 0},
 }
 GATE_UP_TILES = (
     Tile(16, 16, 128, 4, 5), Tile(16, 16, 256, 2, 4), Tile(16, 16, 256, 4, 4), Tile(16, 16, 512, 4, 3),

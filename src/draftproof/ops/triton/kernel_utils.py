@@ -67,21 +67,15 @@ def prefetch_l2(pointers):
 
 
 @triton.jit
-def prefetch_weight(w, columns, N, K, NUM_LINES: tl.constexpr):
-    """Prefetch the first NUM_LINES lines of the weight rows `columns` [BN] of w [N, K]."""
-    LINE_ELEMENTS: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
-    offset = tl.minimum(tl.arange(0, NUM_LINES) * LINE_ELEMENTS, K - 1)
-    prefetch_l2(w + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K + offset[None, :])
-
-
-@triton.jit
 def pdl_sync_prefetch_weight(w, columns, N, K, is_first_tile, NUM_LINES: tl.constexpr, PDL: tl.constexpr):
     """Do `pdl_sync`, and before its wait prefetch the weight rows `columns` [BN] if `is_first_tile`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if NUM_LINES:  # noqa: SIM102 - a constant, then a value on the device
             if is_first_tile:
-                prefetch_weight(w, columns, N, K, NUM_LINES)
+                LINE_ELEMENTS: tl.constexpr = 128 // (w.dtype.element_ty.primitive_bitwidth // 8)
+                offset = tl.minimum(tl.arange(0, NUM_LINES) * LINE_ELEMENTS, K - 1)
+                prefetch_l2(w + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K + offset[None, :])
         tl.extra.cuda.gdc_wait()
 
 

@@ -19,15 +19,14 @@ from torch import Tensor
 
 from draftproof.ops.contract.types import Routing
 from draftproof.ops.triton.elementwise import tree_sum_rows
-from draftproof.ops.triton.gemm.dense import dot_rows, num_prefetch_lines
+from draftproof.ops.triton.gemm.dense import dot_rows
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, prefetch_weight
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two
 
 MAX_SPLIT_ROWS = 512  # up to it several programs share the experts of a row tile
 ROWS, MANY_ROWS = 16, 64  # of a row tile, up to MAX_SPLIT_ROWS rows and above
 FEW_ROWS = 4  # rows: up to it the tile that selects experts has FEW_ROWS rows, one for each warp
 EXPERTS = 16  # of the tile of a program, up to MAX_SPLIT_ROWS rows
-FEW_EXPERTS = 8  # up to ROWS rows: more programs load the weight
 # Up to MAX_SPLIT_ROWS rows there are few programs: each has many loads in flight.
 NUM_WARPS = 4  # warps of a program
 NUM_STAGES = 6  # steps over K whose loads are in flight
@@ -137,24 +136,21 @@ def route_kernel(
     BE: tl.constexpr, BK: tl.constexpr, TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_PAD: tl.constexpr, WIDTH_PAD: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CORRECTION: tl.constexpr,
-    HAS_LIST: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH_LINES: tl.constexpr,
-    WEIGHT_FIRST: tl.constexpr, PDL: tl.constexpr,
+    HAS_LIST: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Route rows x [R, K] by router [E, K]: `experts`, `weights` [R, TOP_K]; list tiles of BM pairs.
 
     SELECT_ROWS: rows of the tile that selects experts: BR, or fewer if R is at most SELECT_ROWS.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if not WEIGHT_FIRST:
+            tl.extra.cuda.gdc_wait()
     EXPERT_TILES: tl.constexpr = (E + BE - 1) // BE
     row_tile = tl.program_id(0) // EXPERT_TILES
     rm = row_tile * BR + tl.arange(0, BR)
     rn = (tl.program_id(0) % EXPERT_TILES) * BE + tl.arange(0, BE)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH_LINES:  # noqa: SIM102 - a constant, then a value on the device
-            if row_tile == 0:
-                prefetch_weight(router, rn, E, K, PREFETCH_LINES)
-        if not WEIGHT_FIRST:
-            tl.extra.cuda.gdc_wait()
     rk = tl.arange(0, BK)
     row_ok, col_ok = rm < R, rn < E
     x_at = x + rm.to(tl.int64)[:, None] * K + rk[None, :]
@@ -233,8 +229,7 @@ def route(
         found = Assignment(chosen, found.weights, ints(count, rows), ints(count), items)
     padded = next_power_of_two(count)
     if is_split := rows <= MAX_SPLIT_ROWS:
-        tile = {"BR": ROWS, "BE": FEW_EXPERTS if rows <= ROWS else EXPERTS}
-        tile |= {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+        tile = {"BR": ROWS, "BE": EXPERTS, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
     else:
         tile = {"BR": MANY_ROWS if padded <= LARGE_EXPERTS else ROWS, "BE": padded}
         tile |= {"num_warps": 8, "num_stages": 3}
@@ -253,7 +248,6 @@ def route(
         TOP2=routing.group_score == "top2_sum", SIGMOID=routing.scoring == "sigmoid",
         NORMALIZE=routing.normalize, HAS_BIAS=router.bias is not None, HAS_CORRECTION=correction is not None,
         HAS_LIST=tile_rows > 0, BM=max(tile_rows, 1), EVEN_K=even, WEIGHT_FIRST=pdl and even,
-        PREFETCH_LINES=num_prefetch_lines(rows, count, depth, x.element_size()) if is_split else 0,
         **launch_options(pdl, enable_fp_fusion=False, **tile),
     )  # fmt: skip
     return found
