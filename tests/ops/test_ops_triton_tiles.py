@@ -106,7 +106,7 @@ def test_span_loop_is_used_where_the_shared_memory_has_room_for_it() -> None:
 
 CHUNKS = ["chunk_list_kernel", "prefill_attention_kernel"]
 LISTS = ["chunk_list_kernel", "chunk_list_kernel", "choose_list_kernel"]
-EVEN = [*LISTS, "tall_attention_kernel", "prefill_attention_kernel"]
+EVEN = [*LISTS, "warp_specialized_kernel", "prefill_attention_kernel"]
 LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
 
 
@@ -115,7 +115,7 @@ LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
     [
         (16, 16384, {}, EVEN),
         (64, 16384, {}, EVEN),
-        (2048, 16384, {}, ["tile_lists_kernel", "tall_attention_kernel", "prefill_attention_kernel"]),
+        (2048, 16384, {}, ["tile_lists_kernel", "warp_specialized_kernel", "prefill_attention_kernel"]),
         (8, 16384, {}, ["splitkv_attention_kernel"]),
         (16, 16383, {}, CHUNKS),
         (97, 16384, {}, CHUNKS),

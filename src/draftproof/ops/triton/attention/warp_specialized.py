@@ -32,9 +32,8 @@ ONES_COLUMNS = 8  # of the matrix of ones: the minimum of the instruction
 # The kernels were faster at 16,384 tokens of context. A shorter page table has no such contexts: with few
 # spans the rings are hardly used, and decode rows need a launch more.
 LONG_TABLE_TOKENS = 16384
-MIN_TALL_ROWS = (
-    2048  # of a call with tiles of prompts: 8,192 were measured, and few rows may be short prompts
-)
+# Rows of a call with tiles of prompts: 8,192 were measured, and few rows may be short prompts.
+MIN_TALL_ROWS = 2048
 
 
 @gluon.jit
@@ -148,7 +147,7 @@ def compute_tiles(
 
 
 @gluon.jit(do_not_specialize=["R", "max_pages"])
-def tall_attention_kernel(
+def warp_specialized_kernel(
     q, slots, positions, page_table, cache, out, tiles, R, max_pages, plane, scale,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, PAGE: gl.constexpr,
     KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, HALF_ROWS: gl.constexpr, ONES: gl.constexpr,
@@ -217,7 +216,7 @@ def launch_tiles(
     `stages` spans fit into the rings. `launches_next`, `waits`: LAUNCH_NEXT and WAIT of the kernel.
     """
     options = {"launch_pdl": True} if waits else {}
-    tall_attention_kernel[(heads.num_kv, programs)](
+    warp_specialized_kernel[(heads.num_kv, programs)](
         q, rows.slots, rows.positions, rows.page_table, cache, out, tiles, len(q), rows.page_table.shape[1],
         cache.stride(0), heads.scale * LOG2_E,
         NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim, BM=height, PAGE=cache.shape[2],

@@ -94,6 +94,23 @@ def copy_span(
 
 
 @gluon.jit
+def copy_keys_and_values(
+    keys, values, ks, vs, k_full, k_empty, v_full, v_empty, page_ids, index, span, last,
+    NUM_KV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPAN: gl.constexpr,
+    STAGES: gl.constexpr, LAYOUT: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a span into both rings."""
+    copy_span(
+        ks, keys, page_ids, k_full, k_empty, index, span, last,
+        NUM_KV, D, PAGE, KEYS, SPAN, STAGES, LAYOUT, MASKED,
+    )  # fmt: skip
+    copy_span(
+        vs, values, page_ids, v_full, v_empty, index, span, last,
+        NUM_KV, D, PAGE, KEYS, SPAN, STAGES, LAYOUT, MASKED,
+    )  # fmt: skip
+
+
+@gluon.jit
 def load_spans(
     pages, keys, values, ks, vs, k_full, k_empty, v_full, v_empty, index, start, end, last,
     NUM_KV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPAN: gl.constexpr,
@@ -106,22 +123,14 @@ def load_spans(
     for span in range(start, masked_start):
         page_ids = next_ids  # they are loaded one span early, so that the copies do not wait for them
         next_ids = load_page_ids(pages, span + 1, last, PAGE, KEYS, SPAN, key_layout)
-        copy_span(
-            ks, keys, page_ids, k_full, k_empty, index, span, last,
-            NUM_KV, D, PAGE, KEYS, SPAN, STAGES, LAYOUT, False,
-        )  # fmt: skip
-        copy_span(
-            vs, values, page_ids, v_full, v_empty, index, span, last,
+        copy_keys_and_values(
+            keys, values, ks, vs, k_full, k_empty, v_full, v_empty, page_ids, index, span, last,
             NUM_KV, D, PAGE, KEYS, SPAN, STAGES, LAYOUT, False,
         )  # fmt: skip
         index += 1
     for span in range(masked_start, end):  # one span at most
-        copy_span(
-            ks, keys, next_ids, k_full, k_empty, index, span, last,
-            NUM_KV, D, PAGE, KEYS, SPAN, STAGES, LAYOUT, True,
-        )  # fmt: skip
-        copy_span(
-            vs, values, next_ids, v_full, v_empty, index, span, last,
+        copy_keys_and_values(
+            keys, values, ks, vs, k_full, k_empty, v_full, v_empty, next_ids, index, span, last,
             NUM_KV, D, PAGE, KEYS, SPAN, STAGES, LAYOUT, True,
         )  # fmt: skip
         index += 1
