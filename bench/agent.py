@@ -30,7 +30,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from common.agent_traffic import TASKS, Turn
 from common.measure import finish, others_seconds
 from torch import Tensor
@@ -63,9 +62,9 @@ class Forced:
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         at = min(len(tokens) - self._num_prompt, len(self._reply) - 1)  # a window may pass the end
-        forced = torch.full_like(logits, float("-inf"))
-        forced[self._reply[at]] = 0.0
-        return forced
+        logits.fill_(float("-inf"))  # a copy of the row
+        logits[self._reply[at]] = 0.0
+        return logits
 
 
 class Side:

@@ -31,30 +31,42 @@ def process(
     if not adjusts and not features.has_grammar:
         return logits, errors
     base = ops.sampling.apply_penalties(logits, windows) if adjusts else logits.clone()
-    rows = [(i, s) for i, s in enumerate(windows.slot.tolist()) if s in hosted] if hosted else []
-    for row, slot in rows:
+    contexts = _contexts(windows, hosted)
+    for row, (slot, context) in contexts.items():
         if hosted[slot].params.logits_processors:
             try:
-                base[row] = _run_processors(hosted[slot], _context(windows, row), base[row])
+                base[row] = _run_processors(hosted[slot], list(context), base[row])
             except Exception as error:  # the user's code may raise anything; only this row fails
                 errors[row] = f"logits processor raised {type(error).__name__}: {error}"
     if adjusts:
         ops.sampling.apply_bans(base, windows)
     if features.has_grammar:
         ops.sampling.apply_grammar_mask(base, windows)
-    for row, slot in rows:
+    for row, (slot, context) in contexts.items():
         if hosted[slot].bad_word_ids:
-            _forbid_words(base[row], hosted[slot], _context(windows, row))
+            _forbid_words(base[row], hosted[slot], context)
         if hosted[slot].params.logits_processors:
             _rescale(base[row])
     return base, errors
 
 
-def _context(windows: Windows, row: int) -> list[int]:
-    """Return the tokens before a row: prompt, committed output, and the drafts before the row."""
-    columns, slot, depth = windows.columns, int(windows.slot[row]), int(windows.depth[row])
-    committed: list[int] = columns.tokens[slot, : int(columns.length[slot])].tolist()
-    return committed + columns.draft[slot, :depth].tolist()
+def _contexts(windows: Windows, hosted: Mapping[int, Request]) -> dict[int, tuple[int, list[int]]]:
+    """Return slot and context of the rows of `hosted` requests.
+
+    The context is the prompt, the committed output, and the drafts before the row.
+    """
+    columns, found = windows.columns, {}
+    committed: dict[int, list[int]] = {}
+    drafts: dict[int, list[int]] = {}
+    slots = enumerate(windows.slot.tolist()) if hosted else ()
+    for row, slot in slots:
+        if slot not in hosted:
+            continue
+        if slot not in committed:
+            committed[slot] = columns.tokens[slot, : int(columns.length[slot])].tolist()
+            drafts[slot] = columns.draft[slot].tolist()
+        found[row] = slot, committed[slot] + drafts[slot][: int(windows.depth[row])]
+    return found
 
 
 def _run_processors(request: Request, context: list[int], row: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from draftproof.ops.contract.types import TokenLogprobs
 from draftproof.ops.cpu.argument_checks import check_doubles, check_ints, check_logits
 from draftproof.ops.cpu.executor import Executor
 from draftproof.ops.cpu.sampling import kernels
+from draftproof.ops.cpu.sampling.penalties import UNSEEN, ban_tokens, penalize_rows
 from draftproof.ops.torch.sampling import ComposedSampling
 from draftproof.types import LogitAdjust, Windows
 
@@ -95,6 +96,21 @@ class CpuSampling(ComposedSampling):
         out, scratch = torch.empty_like(scaled), kernels.scratch_bytes(vocab)
         self._run.call(kernels.truncate, rows, [out], [scaled, *limits], [vocab], scratch, rows == 1)
         return out
+
+    def apply_penalties(self, logits: Tensor, windows: Windows) -> Tensor:
+        columns, out = windows.columns, logits.clone()
+        counts = np.full(logits.shape[1], UNSEEN, np.int64)
+        rows = windows.slot, windows.depth, windows.position
+        context = columns.adjust, columns.tokens, columns.prompt_len, columns.draft
+        options = columns.repetition, columns.frequency, columns.presence, columns.bias
+        penalize_rows(*(x.numpy() for x in (*rows, *context, *options)), counts, out.numpy())
+        return out
+
+    def apply_bans(self, base: Tensor, windows: Windows) -> None:
+        columns = windows.columns
+        rows = windows.slot, windows.position
+        options = columns.adjust, columns.prompt_len, columns.min_length, columns.banned, columns.ends
+        ban_tokens(*(x.numpy() for x in (*rows, *options, base)))
 
     def apply_grammar_mask(self, base: Tensor, windows: Windows) -> None:
         assert windows.allowed is not None
