@@ -1,4 +1,4 @@
-"""Native loops of penalties, bias and bans; they read the tokens of a row instead of building [L, V] tensors."""
+"""Native loops of penalties, bias and bans, which read the tokens of a row and build no [L, V] tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ compiled = native(boundscheck=False)
 
 @compiled
 def penalize_rows(  # type: ignore[no-untyped-def]
-    slot, depth, position, adjust, tokens, prompt_len, draft, repetition, frequency, presence, bias, counts, out
+    slot, depth, position, adjust, tokens, prompt_len, draft, repetition, frequency, presence, bias,
+    counts, out,
 ):  # fmt: skip
     """Apply penalties and bias to the rows out [L, V]; counts [V] int64 is scratch that holds UNSEEN."""
     for r in range(len(slot)):
