@@ -34,6 +34,7 @@ from draftproof.ops.cpu.gemm.formats import (
 )
 from draftproof.ops.cpu.jit.huge_pages import WeightMemory
 from draftproof.ops.cpu.jit.program import Argument
+from draftproof.ops.cpu.jit.thread_pool import aligned_bytes
 from draftproof.ops.cpu.latent import CpuLatent
 from draftproof.ops.cpu.moe import forward as mixture
 from draftproof.ops.cpu.moe.kernels import widen
@@ -54,7 +55,8 @@ class CpuForward(CpuLatent):
         self._run, self._features = run, features
         self._memory = WeightMemory()
         self.packed_version = packed_version(features)
-        self._workspace = torch.zeros(WORKSPACE_BYTES // 4, dtype=torch.float32)
+        # pages of memory are mapped when they are written
+        self._workspace = torch.from_numpy(aligned_bytes(WORKSPACE_BYTES)).view(torch.float32)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         return self._pack(weight, bias, draft=False)

@@ -27,7 +27,7 @@ from draftproof.ops.cpu.attention.fma import (
 from draftproof.ops.cpu.attention.kv import FLOAT, KV_FORMS
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS
 from draftproof.ops.cpu.jit.amx import configure_rows, tiles_release
-from draftproof.ops.cpu.jit.compile import Kernel, device, inlined, kernel, load_i64, share
+from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64, share
 
 
 @device
@@ -75,7 +75,7 @@ def _shared(args: int, rows: int, threads: int) -> Any:
 
 
 def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
-    @inlined
+    @device
     def split_keys(
         args: int, first: int, end: int, head: int, slot: int, split: int, part: int, scratch: int
     ) -> None:

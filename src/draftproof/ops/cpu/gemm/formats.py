@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from llvmlite import binding
@@ -59,6 +60,7 @@ def pack_quantized(
     return PackedLinear(name, hold(made.weight), bias, *sizes, None, made.extra, made.layout)
 
 
+@cache
 def packed_version(features: CpuFeatures) -> str:
     """Return the identity of packed weights: the sources of the packing code, and this machine."""
     digest = hashlib.sha256(repr((features, binding.get_host_cpu_name())).encode())
