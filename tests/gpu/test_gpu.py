@@ -55,6 +55,20 @@ def test_gemm_that_depends_on_the_row_count_is_detected(arch: str, monkeypatch: 
     assert Batch(cases, setup, spec).differences(fresh=True)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("depth", [4096, 14336])
+@torch.inference_mode()
+def test_rows_of_cublas_have_the_bits_of_a_single_row(depth: int, out_dtype: torch.dtype) -> None:
+    forward = resolve("triton", torch.device("cuda")).forward
+    packed = forward.pack_linear((torch.randn(4096, depth, device="cuda") / depth**0.5).bfloat16())
+    for rows in (96, 192, 256):
+        x = torch.randn(rows, depth, device="cuda").bfloat16()
+        assert forward.cublas.call_for_all_rows(x, packed, out_dtype)
+        found = forward.linear(x, packed, out_dtype)
+        for row in (0, rows // 2, rows - 1):
+            assert torch.equal(found[row], forward.linear(x[row : row + 1], packed, out_dtype)[0])
+
+
 class OnDevice:
     """Forward ops of a device, called with tensors of the host."""
 

@@ -162,7 +162,7 @@ def test_cublas_is_not_checked_during_compilation() -> None:
 def test_cublas_uses_the_first_call_with_equal_bits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from draftproof.ops.triton.gemm.cublas import Cublas
+    from draftproof.ops.triton.gemm.cublas import MIN_HALVES_ROWS, Cublas
     from draftproof.ops.triton.gemm.weight import PackedLinear
 
     def gemm(x: torch.Tensor, packed: PackedLinear, out: torch.Tensor) -> None:
@@ -175,10 +175,27 @@ def test_cublas_uses_the_first_call_with_equal_bits(
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     packed = PackedLinear(torch.randn(32, 16).bfloat16(), None)
-    for equal, found in ((("plain", "bias"), "plain"), (("bias",), "bias"), ((), "")):
+    wide = "halves" if dtype == torch.float32 else "bias"
+    cases = [
+        (("plain", "halves", "bias"), "plain", "plain"),
+        (("halves", "bias"), "bias", wide),
+        ((), "", ""),
+    ]
+    for equal, few, many in cases:
         cublas = Cublas(gemm)  # type: ignore[arg-type]
         monkeypatch.setattr(cublas, "multiply", partial(multiply, equal=equal))
-        assert cublas.call_kind(packed, 4, dtype) == found
+        assert cublas.call_kind(packed, 4, dtype) == few
+        assert cublas.call_kind(packed, MIN_HALVES_ROWS, dtype) == many
+
+
+def test_all_kinds_of_cublas_calls_are_the_product() -> None:
+    from draftproof.ops.triton.gemm.cublas import FP32_CALL_KINDS, Cublas
+
+    x, weight = torch.randn(6, 16), torch.randn(8, 16)
+    for kind in FP32_CALL_KINDS:
+        out = torch.full((6, 8), torch.nan)
+        Cublas(lambda *_: None).multiply(x, weight, out, kind)  # type: ignore[arg-type]
+        torch.testing.assert_close(out, x @ weight.t())
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "eagle3", "hybrid", "draft_model"])
