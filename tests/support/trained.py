@@ -56,6 +56,7 @@ def plan(**changes: Any) -> TrainPlan:
         "max_len": 64,
         "warmup": 2,
         "learning_rate": 3e-2,
+        "optimizer": "adamw",  # muon multiplies in bf16, which is slow on most CPUs
         "dtype": "float32",
         "eval_every": 6,
         "eval_texts": 8,

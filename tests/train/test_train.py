@@ -242,7 +242,8 @@ def learn_until(made: Trainer, step: int) -> None:
 
 
 def test_training_improves_acceptance_and_repeats_with_its_seed(tmp_path: Path) -> None:
-    one = trained.trainer(steps=30, eval_every=10)
+    plan = {"steps": 30, "optimizer": "muon"}
+    one = trained.trainer(**plan, eval_every=10)
     assert one.run(tmp_path / "one")
     points = [point["acceptance"] for point in one.curve]
     assert [point["step"] for point in one.curve] == [0, 10, 20, 30]
@@ -251,12 +252,12 @@ def test_training_improves_acceptance_and_repeats_with_its_seed(tmp_path: Path) 
     losses = [point["loss"] for point in one.curve[1:]]
     assert all(last < first for first, last in zip(losses[0], losses[-1], strict=True))
     for stop in (7, 21, 30):  # again, interrupted twice
-        part = trained.trainer(steps=30, eval_every=10)
+        part = trained.trainer(**plan, eval_every=10)
         assert part.resume(tmp_path / "two") == (stop > 7)
         learn_until(part, stop)
         part.save(tmp_path / "two")
     assert written(part, tmp_path / "head two") == written(one, tmp_path / "head one")
-    short = [trained.trainer(steps=30, seed=seed) for seed in (0, 1)]
+    short = [trained.trainer(**plan, seed=seed) for seed in (0, 1)]
     for other in short:
         learn_until(other, 2)
     assert written(short[0], tmp_path / "head 0") != written(short[1], tmp_path / "head 1")

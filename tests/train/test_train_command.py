@@ -56,7 +56,7 @@ def train(model: Path, prompts: Path, work: Path, *more: str) -> int:
         "--tokens": 900, "--held-out": 2, "--shard": 8, "--written": 0.5, "--prompt-tokens": 90,
         "--output-tokens": 24, "--max-num-seqs": 4, "--steps": 6, "--batch-tokens": 512, "--max-len": 128,
         "--eval-every": 3, "--eval-texts": 2, "--draft-vocab": 64, "--warmup": 1, "--unroll": 2,
-        "--drafts": 2,
+        "--drafts": 2, "--optimizer": "adamw",
     }  # fmt: skip
     fixed = [str(word) for pair in options.items() for word in pair]
     where = ["--prompts", str(prompts), "--work", str(work), "--device", "cpu", "--dtype", "float32"]

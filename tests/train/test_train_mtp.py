@@ -28,10 +28,10 @@ from draftproof.train.trainer import Trainer
 ARCHITECTURES = ("llama", "qwen3", "ernie4_5")
 
 
-def trained_layer(arch: str, folder: Path, **changes: Any) -> Trainer:
+def trained_layer(arch: str, folder: Path, steps: int = 25) -> Trainer:
     """Train an MTP layer for a few updates and write the copy of the checkpoint."""
-    made = trained.trainer(arch, kind="mtp", draft_vocab=0, steps=25, drafts=3, **changes)
-    for batch in islice(made.batches.from_step(0), 25):
+    made = trained.trainer(arch, kind="mtp", draft_vocab=0, steps=steps, drafts=3)
+    for batch in islice(made.batches.from_step(0), steps):
         made.learn(batch)
     checkpoint = tiny.checkpoint(arch)
     (folder / "source").mkdir()
@@ -81,7 +81,7 @@ def test_control_defect_in_the_trained_pass_changes_the_steps(
 
 
 def test_copy_holds_the_model_unchanged_and_is_written_again(tmp_path: Path) -> None:
-    made = trained_layer("llama", tmp_path)
+    made = trained_layer("llama", tmp_path, steps=1)
     source, copy = load_checkpoint(tmp_path / "source"), load_checkpoint(tmp_path / "model")
     assert all(torch.equal(copy.tensors[name], tensor) for name, tensor in source.tensors.items())
     names = load_file(tmp_path / "model" / MTP_FILE)
