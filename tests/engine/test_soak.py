@@ -7,7 +7,7 @@ from draftproof.engine.scheduler import Scheduler
 
 
 def test_short_soak_is_exact_and_leaves_nothing():
-    found = soak(150)
+    found = soak(100)
     assert found["num_wrong"] == 0, found["wrong"]
     assert found["preemptions"] > 2 and found["cached_tokens"] > 100 and found["aborted"] > 3
     assert found["lost_steps"] > 3
@@ -17,7 +17,7 @@ def test_short_soak_is_exact_and_leaves_nothing():
 
 @pytest.mark.parametrize("model", ["latent", "experts"])
 def test_short_soak_of_other_layers_is_exact_and_leaves_nothing(model):
-    found = soak(80, pages=15, model=model)
+    found = soak(50, pages=15, model=model)
     assert found["num_wrong"] == 0, found["wrong"]
     assert found["preemptions"] and found["cached_tokens"] and found["aborted"] and found["lost_steps"]
     assert set(found["ends"]) == {"stop", "length", "error"}

@@ -20,7 +20,11 @@ from exact import NEIGHBOURS, Batch, Case, Setup, bits
 from gguf_files import write_gguf
 from rank_threads import rank_threads
 
-CASES = (Case(7, "sampled_logprob", 0.7, length=40), *NEIGHBOURS[:2])
+MAX_TOKENS = 8
+CASES = [
+    replace(case, max_tokens=MAX_TOKENS)
+    for case in (Case(7, "sampled_logprob", 0.7, length=40), *NEIGHBOURS[:2])
+]
 ARRIVALS = [0, 0, 2]
 
 

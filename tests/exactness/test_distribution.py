@@ -160,7 +160,7 @@ def test_control_wrong_draft_probs_are_detected() -> None:
 
 # --- the whole engine ---
 
-REQUESTS = 20_000
+REQUESTS = 18_000
 
 
 class SampledProposer(Proposer):
@@ -193,12 +193,13 @@ def spec_of(proposer: str, strategy_name: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_engine_samples_the_distribution_with_lossless_strategies_only(name: str) -> None:
-    """Serve one prompt with 20000 seeds and two sampled drafts a step.
+    """Serve one prompt with 18000 seeds and two sampled drafts a step.
 
-    With 25 outcomes a bias of 3 points is detected with probability over 0.99; lossy strategies need fewer.
+    With 25 outcomes a bias of 3 points is detected with probability over 0.99. Lossy strategies need fewer,
+    as does target_match, whose tokens are those without drafts (`test_exact`).
     """
     assert stats.ncx2.sf(stats.chi2.isf(ALPHA, 24), 24, REQUESTS * BIAS**2 * 4) > 0.99
-    count = REQUESTS if name in LOSSLESS else 4000
+    count = REQUESTS if name in LOSSLESS and name != "target_match" else 4000
     sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 4096}
     target = engine(speculative=spec_of("SampledProposer", name), debug=False, **sizes)
     params = SamplingParams(max_tokens=3, temperature=2.0, allowed_token_ids=ALLOWED)

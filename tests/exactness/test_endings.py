@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -257,14 +258,19 @@ def poisoned(engine):
     return engine
 
 
-@pytest.mark.parametrize("arch", list(tiny.ARCHITECTURES))
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_unwritten_memory_is_never_read(arch, backend):
+# One architecture of each kind of attention: the torch backend reads caches there alone, and it is slow.
+TORCH_ARCHITECTURES = ("llama", "mistral", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("backend", "arch"), [*product(["auto"], tiny.ARCHITECTURES), *product(["torch"], TORCH_ARCHITECTURES)]
+)
+def test_unwritten_memory_is_never_read(backend, arch):
     setup = Setup(arch, "float32", backend)
     cases = [
         Case(0, "mix", 0.7, length=20),
-        Case(1, "frequency", 0.0, length=40),
-        Case(2, "none", 1.3, length=1),
+        Case(1, "frequency", 0.0, length=40, max_tokens=9),
+        Case(2, "none", 1.3, length=1, max_tokens=9),
     ]
     spec = {"method": "proposers:Flaky", "num_speculative_tokens": 5}
     engine = poisoned(setup.engine(spec, max_num_batched_tokens=16))

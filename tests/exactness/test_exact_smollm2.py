@@ -22,7 +22,7 @@ LIST = "".join(f"{i}. The cat sat on the mat and looked at the dog.\n" for i in 
 PROMPTS = [
     (LIST + "10.", {}),  # long; its continuation is a copy
     ("The capital of France is", {"frequency_penalty": 0.8, "logprobs_mode": "processed"}),
-    ("def fibonacci(n):\n    if n", {"top_p": 0.9, "min_tokens": 10}),
+    ("def fibonacci(n):\n    if n", {"top_p": 0.9, "min_tokens": 8}),
     ("Once upon a time there was a", {"top_k": 40, "repetition_penalty": 1.2}),
 ]
 
@@ -35,7 +35,7 @@ def model(smollm2, smollm2_path):
     assert len(ids[0]) > 100
 
     def request(index: int, temperature: float, k: int | None = None) -> Request:
-        options = {"max_tokens": 10, "logprobs": 5, **PROMPTS[index][1]}
+        options = {"max_tokens": 8, "logprobs": 5, **PROMPTS[index][1]}
         speculative = {"num_speculative_tokens": k}
         params = SamplingParams(temperature=temperature, speculative=speculative, **options)
         return tiny.request(index, params, prompt_token_ids=ids[index], eos_token_ids=tokenizer.eos_token_ids)

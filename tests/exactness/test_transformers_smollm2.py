@@ -29,16 +29,12 @@ TOKENS = 20
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",
     "def fibonacci(n):\n    # complete this Python function",
-    "Translate into German: The cat sleeps on the warm stove.",
     "If a train travels 60 km in 45 minutes, what is its speed in km/h?",
     "Summarise in one sentence: The quick brown fox jumps over the lazy dog. The dog does not mind.",
-    "Write a SQL query that counts the orders of each customer.",
     "Repeat the word 'echo' ten times.",
-    "Continue the story: The door creaked open, and inside stood a very old robot.",
     "Convert this to JSON: name is Ana, age is 31, city is Porto.",
     "Quelle est la différence entre un crocodile et un alligator ?",
     "Say hello in five languages. 你好!",
-    "What does the idiom 'to let the cat out of the bag' mean?",
 )
 
 

@@ -15,9 +15,10 @@ from numba import njit
 from numba.core import caching
 from numba.core.caching import IndexDataCacheFile
 
-import kernel_variants
 from draftproof.numba_jit import native
 from draftproof.ops.cpu.jit.compile import KernelFiles, SourceCache, _closure_key
+
+VARIANTS = Path(__file__).parents[1] / "support" / "kernel_variants.py"
 
 
 def twice(x: int) -> int:
@@ -70,9 +71,9 @@ def test_closure_key_depends_on_values_and_not_on_the_process() -> None:
 
 def stored_by_kernels(folder: Path, *arguments: str) -> list[str]:
     """Run kernels of one factory in a new process, with their cache in `folder`."""
-    path = folder / "kernel_variants.py"
+    path = folder / VARIANTS.name
     if not path.exists():
-        path.write_text(Path(kernel_variants.__file__).read_text())
+        path.write_text(VARIANTS.read_text())
     command = [sys.executable, str(path), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 

@@ -35,7 +35,7 @@ from draftproof.types import (
 from opcheck import CPU, importable
 from step_cases import CHECKS, REF, Size, Step
 
-SEEDS = 12
+SEEDS = 9
 OTHER_SIZES = [
     Size(entries=1, k=1, vocab=5, wide=12, letters=2),
     Size(entries=20, k=5, vocab=61, wide=70, letters=2),

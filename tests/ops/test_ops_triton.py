@@ -1,4 +1,4 @@
-"""Checks of the triton backend under Triton's interpreter, each file of checks in a process of its own.
+"""Checks of the triton backend under Triton's interpreter, all of them in one other process.
 
 `triton_checks` compares ops with the reference, `triton_layer_checks` the fused layers kernel with separate
 ops. Bits of a GPU are checked by `bench/micro/gpu/op_times.py`.
@@ -35,22 +35,23 @@ CHECKS = [
 
 
 @cache
-def failures(module: str) -> dict[str, str]:
-    """Return the failure of each check of a module, "" if there is none."""
-    code = f"import sys; sys.path[:0] = {[str(SUPPORT), *sys.path]!r}; import {module}; {module}.main([])"
+def failures() -> dict[str, dict[str, str]]:
+    """Return the failure of each check of each module, "" if there is none."""
+    code = f"import sys; sys.path[:0] = {[str(SUPPORT), *sys.path]!r}; import {', '.join(MODULES)}; "
+    code += f"triton_checks.run_modules({MODULES!r})"
     interpreted = {**os.environ, "TRITON_INTERPRET": "1"}  # in whatever order modules are imported
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=3600, env=interpreted
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(("module", "name"), CHECKS)
 def test_interpreted_kernels_pass(module: str, name: str) -> None:
-    assert failures(module)[name] == "", failures(module)[name]
+    assert failures()[module][name] == "", failures()[module][name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")

@@ -106,7 +106,7 @@ def test_streams_positions_and_seeds_are_independent() -> None:
 @cache
 def defined_samples(vocab: int, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return rows, seeds, positions, and the reference token of each (cached, because it is slow)."""
-    count = {61: 300, 5003: 10}.get(vocab, 100)
+    count = {61: 120, 5003: 6}.get(vocab, 50)
     scaled = torch.cat([rows_of(count, vocab), edge_rows(vocab)])
     seeds, positions = keys(len(scaled))
     return scaled, seeds, positions, REFERENCE.sampling.gumbel_argmax(scaled, seeds, positions, stream)
@@ -115,7 +115,7 @@ def defined_samples(vocab: int, stream: int) -> tuple[Tensor, Tensor, Tensor, Te
 @others
 @pytest.mark.parametrize("vocab", (*VOCABS, 16, 5003))
 def test_gumbel_argmax_equals_reference(ops: Ops, vocab: int) -> None:
-    """Compare hundreds of rows over two streams."""
+    """Compare many rows over two streams."""
     for stream in (STREAM_SAMPLE, STREAM_RESIDUAL):
         scaled, seeds, positions, want = defined_samples(vocab, stream)
         assert torch.equal(ops.sampling.gumbel_argmax(scaled, seeds, positions, stream), want)
@@ -313,7 +313,9 @@ def test_sampling_rows_are_independent(ops: Ops) -> None:
     logits, (seeds, positions) = rows_of(POOL, 61), keys(POOL)
     ids = torch.arange(POOL) * 3 % 61
     top_k, top_p, min_p = limits(POOL)
-    turns: dict[str, object] = {"counts": (2, 9), "turns": 1} if ops.name == "reference" else {}
+    turns: dict[str, object] = {"counts": (2, 7, 8, 9, 16, 17, 33), "turns": 4}
+    if ops.name == "reference":
+        turns = {"counts": (2, 9), "turns": 1}
     for call in (
         lambda at: ops.sampling.argmax(logits[at]),
         lambda at: ops.sampling.gumbel_argmax(logits[at], seeds[at], positions[at], 0),

@@ -77,7 +77,7 @@ def test_fuzzed_requests_match_the_document(api: Any, path: str, mode: Generatio
     method = "GET" if "{" in path else "POST"
 
     @given(api[path][method].as_strategy(generation_mode=mode))
-    @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=7, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     def check(case: Any) -> None:
         case.call_and_validate(checks=CHECKS, timeout=300)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -212,16 +212,26 @@ class Setup:
 def reference_run(case: Case, setup: Setup, fresh: bool = False) -> tiny.Record:
     """Serve one request alone, without speculation, its prompt in one chunk.
 
-    Results are cached, also for requests that differ in what has no meaning alone. `fresh`: not.
+    Results are cached, also for requests that differ in what has no meaning alone, and engines serve several
+    requests one after another, without a prefix cache. `fresh`: neither, for a broken engine.
     """
     case = replace(case, priority=0, salt=None, enabled=True, k=None)
-    return (_reference_run.__wrapped__ if fresh else _reference_run)(case, setup)
+    return _run_alone(case, setup.engine()) if fresh else _reference_run(case, setup)
 
 
 @cache
 def _reference_run(case: Case, setup: Setup) -> tiny.Record:
+    return _run_alone(case, _reference_engine(setup))
+
+
+@lru_cache(maxsize=8)
+def _reference_engine(setup: Setup) -> Engine:
+    return setup.engine(enable_prefix_caching=False)
+
+
+def _run_alone(case: Case, engine: Engine) -> tiny.Record:
     request = case.request(plain=True)
-    return tiny.run(setup.engine(), [request])[request.id]
+    return tiny.run(engine, [request])[request.id]
 
 
 def edited(answer: list[int]) -> list[int]:

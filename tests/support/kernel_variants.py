@@ -11,12 +11,17 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba.core.bytecode import FunctionIdentity
 
-from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64, store_f32
+import draftproof
+
+# The package around the compiler imports torch, which takes longer than all kernels here.
+sys.path.insert(0, str(Path(draftproof.__file__).parent / "ops" / "cpu" / "jit"))
+from compile import Kernel, device, kernel, load_i64, store_f32
 
 
 def make(value: int) -> Kernel:

@@ -173,8 +173,18 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def run_modules(modules: Iterable[str]) -> None:
+    """Print the failure of each check of each module as JSON on the last line."""
+    print(json.dumps({module: failures_of(CHECKS[module]) for module in modules}))
+
+
 def run_checks(checks: dict[str, Callable[[], None]], only: Iterable[str] = ()) -> None:
-    """Print the failure of each check, "" if there is none, as JSON on the last line."""
+    """Print the failure of each check as JSON on the last line."""
+    print(json.dumps(failures_of(checks, only)))
+
+
+def failures_of(checks: dict[str, Callable[[], None]], only: Iterable[str] = ()) -> dict[str, str]:
+    """Return the failure of each check, "" if there is none."""
     gc.freeze()
     gc.set_threshold(50_000)  # the interpreter makes many objects, and few cycles
     results = {}
@@ -185,7 +195,7 @@ def run_checks(checks: dict[str, Callable[[], None]], only: Iterable[str] = ()) 
         except Exception:
             results[name] = traceback.format_exc()
         print(f"{name} {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    print(json.dumps(results))
+    return results
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

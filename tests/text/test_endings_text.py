@@ -83,7 +83,7 @@ def test_stop_string_of_any_length_ends_the_text_anywhere(llms):
     free = checked_output(llms, ignore_eos=True)
     assert len(free.text) > 20 and "\ufffd" in free.text
     for begin in range(0, len(free.text) - 5, 2):
-        for size in (1, 2, 3, 5):
+        for size in (1, 2, 5) if begin % 4 else (3,):
             stop = free.text[begin : begin + size]
             out = checked_output(llms, stop=[stop], ignore_eos=True)
             assert out.finish_reason == "stop" and out.stop_reason == stop
@@ -93,7 +93,7 @@ def test_stop_string_of_any_length_ends_the_text_anywhere(llms):
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("minimum", [0, 4, 9])
 def test_stop_strings_with_min_tokens_and_included_stop(llms, include, minimum):
-    for seed in range(6):
+    for seed in range(4):
         options = {"stop": ["bb", "ba", "a b", "\u00e9"], "include_stop_str_in_output": include}
         out = checked_output(llms, **options, min_tokens=minimum, seed=seed)
         assert out.finish_reason in ("stop", "length")
@@ -102,7 +102,7 @@ def test_stop_strings_with_min_tokens_and_included_stop(llms, include, minimum):
 
 def test_end_tokens_stop_tokens_and_limits_finish_the_output(llms):
     reasons = set()
-    for seed in range(8):
+    for seed in range(5):
         for options in ({}, {"stop_token_ids": [12, 17]}, {"max_tokens": 7}, {"stop": ["abb"]}):
             reasons.add(checked_output(llms, seed=seed, **options).finish_reason)
     assert reasons == {"stop", "length"}

@@ -205,7 +205,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bulk_output_equals_streaming_output() -> None:
-    assert compare(range(25)) == set()
+    assert compare(range(12)) == set()
 
 
 def test_bulk_output_equals_streaming_output_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
