@@ -63,10 +63,10 @@ class PooledOps(TorchOps):
 
 
 CASES = [
-    Case(1, "all_logprobs", 0.7, length=18),
-    Case(2, "named_logprobs", 0.0, length=9),
-    Case(3, "draft_logprobs", 1.0, length=3),
-    Case(4, "processed", 1.0, length=4, prompt=False),
+    Case(1, "all_logprobs", 0.7, length=18, max_tokens=8),
+    Case(2, "named_logprobs", 0.0, length=9, max_tokens=8),
+    Case(3, "draft_logprobs", 1.0, length=3, max_tokens=8),
+    Case(4, "processed", 1.0, length=4, prompt=False, max_tokens=8),
 ]
 
 

@@ -25,7 +25,7 @@ from exact import NUM_THREADS, num_threads
 from opcheck import check_order
 from tiny import Record, request, run
 
-TOKENS = 20
+TOKENS = 12
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",
     "def fibonacci(n):\n    # complete this Python function",

@@ -11,7 +11,7 @@ from torch import Tensor
 from draftproof.sampling_params import SamplingParams
 from tiny import engine, prompt, request, run
 
-COUNT, ALPHA, BIAS = 30_000, 1e-3, 0.03
+COUNT, ALPHA, BIAS = 25_000, 1e-3, 0.03
 
 V, LENGTH, K = 4, 3, 2
 

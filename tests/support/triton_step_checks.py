@@ -24,7 +24,7 @@ lm_head_sample.TILES = ((5, Tile(16, 16, 64, 4, 2)), (1 << 30, Tile(16, 8, 64, 4
 lm_head_sample.KEYS_PER_LOAD = 2
 # Maximum seeds of checks, which are slow in the interpreter.
 MAX_SEEDS = {"logprobs": 2, "search_suffix": 2, "search_ngram": 3}
-DEFAULT_MAX_SEEDS = 5
+DEFAULT_MAX_SEEDS = 4
 
 
 def check_seeds(name: str, seeds: int) -> None:
