@@ -206,8 +206,14 @@ def test_graph_replays_with_other_rows(ops: Any, shape: str, name: str) -> None:
     assert not made.router.counters.any()
 
 
-def test_rows_that_select_the_same_experts(ops: Any) -> None:
-    made, x = mixture(ops, "qwen3-30b-a3b")
-    rows = x[7:8].repeat(700, 1)
+@pytest.mark.parametrize("name", ["bf16", "w8a8"])
+@pytest.mark.parametrize("count", [64, 128, 256, 700])
+def test_rows_that_select_the_same_experts(ops: Any, name: str, count: int) -> None:
+    made, x = mixture(ops, "qwen3-30b-a3b", name)
+    rows = x[7:8].repeat(count, 1)
     out = ops.forward.moe(rows, made)
     assert torch.equal(out, ops.forward.moe(rows[:1], made).expand_as(out))
+    rows[count // 2 :] = x[: count - count // 2]  # half of them select other experts
+    out = ops.forward.moe(rows, made)
+    for row in (0, count // 2, count - 1):
+        assert torch.equal(out[row : row + 1], ops.forward.moe(rows[row : row + 1], made)), row

@@ -1,10 +1,12 @@
 """Times the kernels of a Qwen3-30B-A3B layer at few rows on a GPU and compares their bits.
 
-    PYTHONPATH=src:tests/support:tests python bench/micro/gpu/moe_few_rows.py [--parts route,experts]
-        [--seconds 55]
+    PYTHONPATH=src:tests/support:tests python bench/micro/gpu/moe_few_rows.py
+        [--parts route,experts,layers] [--rows 64,128,256] [--seconds 55]
 
-Routing is timed in a few variants, the grouped GEMM over a few tiles. Every case is a graph of early launches
-that rotate over more weights than fit into the L2 cache. One line per case; the last line of stdout is JSON.
+Routing is timed in a few variants, the grouped GEMM over a few tiles. `layers` are whole layers with
+heights of the tiles, where no rows are equal, all, or half of them (skewed). Every case is a graph of early
+launches that rotate over more weights than fit into the L2 cache. One line per case; the last line of stdout
+is JSON.
 """
 
 from __future__ import annotations
@@ -20,20 +22,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from common.measure import finish
-from op_checks import GPU, randn
+from op_checks import GPU, randn, rope
 from op_times import micros
 from torch import Tensor
 
-from draftproof.ops import Routing
+from draftproof.models.layers import run_layers
+from draftproof.ops import Attention, AttentionShape, Layer, Moe, Routing, Rows
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.compile_ahead import compile_ahead
 from draftproof.ops.triton.gemm.tiles import Tile
-from draftproof.ops.triton.moe import routing
+from draftproof.ops.triton.moe import routing, tiles
 from draftproof.ops.triton.moe.experts import expert_linear
 from draftproof.ops.triton.moe.tiles import FEW_ROWS
 from draftproof.ops.triton.moe.tuning import assignment_of, random_experts
@@ -51,6 +55,10 @@ ROUTE_VARIANTS: dict[str, dict[str, Any]] = {
     "step 512, 4 stages": {"BF16_STEP_COLUMNS": 512, "NUM_STAGES": 4},
     "8 warps": {"NUM_WARPS": 8},
 }
+HEADS = AttentionShape(num_q=32, num_kv=4, dim=128, scale=128**-0.5, window=0)
+LAYERS, CONTEXT, PAGE, EPS = 6, 150, 16, 1e-6
+# Rows of the tiles of experts; 0: by the number of rows.
+HEIGHTS = (0, 16, 32, 64, 128)
 GATE_UP_TILES = (
     Tile(16, 16, 128, 4, 5), Tile(16, 16, 256, 2, 4), Tile(16, 16, 256, 4, 4), Tile(16, 16, 512, 4, 3),
     Tile(16, 16, 256, 2, 6), Tile(16, 32, 128, 4, 5), Tile(16, 32, 256, 4, 4), Tile(16, 64, 128, 8, 4),
@@ -70,6 +78,7 @@ class Case:
     calls: list[Callable[[], Any]]
     result: Callable[[], tuple[Tensor, ...]]
     bytes_read: int = 0
+    num_parts: int = 1  # of a call: the time is that of one
 
 
 def route_cases(ops: TritonOps) -> Iterator[Case]:
@@ -100,19 +109,20 @@ def route_cases(ops: TritonOps) -> Iterator[Case]:
             yield Case(f"route, {rows} rows", label or "default", calls, result)
 
 
+def random_weight(ops: TritonOps, columns: int, depth: int) -> Any:
+    """Return a packed random weight [columns, depth]."""
+    weight = torch.empty((columns, depth), dtype=BF16, device=GPU).normal_(0, depth**-0.5)
+    return ops.forward.pack_linear(weight)
+
+
 def expert_cases(ops: TritonOps) -> Iterator[Case]:
     """Yield the grouped GEMMs over their tiles."""
     count = RULE.num_experts
-    for name, width, depth, tiles in (
+    for name, width, depth, choices in (
         ("gate_up", 2 * INNER, HIDDEN, GATE_UP_TILES),
         ("down", HIDDEN, INNER, DOWN_TILES),
     ):
-        packed = [
-            ops.forward.pack_linear(
-                torch.empty((count * width, depth), dtype=BF16, device=GPU).normal_(0, depth**-0.5)
-            )
-            for _ in range(EXPERT_LAYERS)
-        ]
+        packed = [random_weight(ops, count * width, depth) for _ in range(EXPERT_LAYERS)]
         is_gate_up = name == "gate_up"
         for rows in EXPERT_ROWS:
             experts = random_experts(rows, RULE.top_k, count, GPU)
@@ -120,7 +130,7 @@ def expert_cases(ops: TritonOps) -> Iterator[Case]:
             x = randn(rows if is_gate_up else rows * RULE.top_k, depth, seed=3, dtype=BF16)
             more = ("silu", BF16) if is_gate_up else (None, torch.float32)
             pdl, size = ops.launch.early(x), len(experts.unique()) * width * depth * 2
-            for tile in tiles:
+            for tile in choices:
 
                 def run(
                     weight: Any, x: Tensor = x, found: Any = found, more: Any = more, pdl: bool = pdl,
@@ -135,13 +145,62 @@ def expert_cases(ops: TritonOps) -> Iterator[Case]:
                 )  # fmt: skip
 
 
+def make_layer(ops: TritonOps) -> Layer:
+    """Return a layer with random weights."""
+    packed = partial(random_weight, ops)
+
+    def norm(size: int) -> Tensor:
+        return torch.ones(size, dtype=BF16, device=GPU)
+
+    count, dim = RULE.num_experts, HEADS.dim
+    width = HEADS.num_q * dim
+    attention = Attention(
+        HEADS, packed(width + 2 * HEADS.num_kv * dim, HIDDEN), packed(HIDDEN, width), norm(dim), norm(dim)
+    )
+    router = ops.forward.pack_router(
+        torch.empty((count, HIDDEN), dtype=BF16, device=GPU).normal_(0, HIDDEN**-0.5)
+    )
+    moe = Moe(RULE, router, packed(count * 2 * INNER, HIDDEN), packed(count * HIDDEN, INNER))
+    return Layer(norm(HIDDEN), attention, norm(HIDDEN), moe)
+
+
+def layer_cases(ops: TritonOps, row_counts: list[int]) -> Iterator[Case]:
+    """Yield passes over whole layers with each height of the tiles of experts."""
+    layers, table = [make_layer(ops) for _ in range(LAYERS)], rope(HEADS, 1024)
+    pages = 1 + torch.arange(max(row_counts) * (CONTEXT // PAGE + 1), dtype=torch.int32, device=GPU)
+    pages = pages.view(max(row_counts), -1)
+    shape = (2, pages.numel() + 1, PAGE, HEADS.num_kv, HEADS.dim)
+    caches = [torch.empty(shape, dtype=BF16, device=GPU).normal_() for _ in layers]
+    for rows in row_counts:
+        for kind, num_equal in (("distinct", 1), ("equal", rows), ("skewed", rows // 2)):
+            slots, positions = torch.arange(rows, device=GPU), torch.full((rows,), CONTEXT, device=GPU)
+            own = pages[:rows].clone()
+            own[:num_equal] = own[0]
+            index = own[:, CONTEXT // PAGE].long() * PAGE + CONTEXT % PAGE
+            page_table = torch.zeros((rows, 1024 // PAGE), dtype=torch.int32, device=GPU)
+            page_table[:, : own.shape[1]] = own
+            at = Rows(slots, positions, slots, index, page_table)
+            x = randn(rows, HIDDEN, seed=rows, dtype=BF16)
+            x[:num_equal] = x[0]
+            for height in HEIGHTS:
+
+                def run(x: Tensor = x, at: Rows = at, height: int = height) -> tuple[Tensor, ...]:
+                    sizes = {tiles.ANY_ROWS: height} if height else tiles.TILE_ROWS
+                    with mock.patch.object(tiles, "TILE_ROWS", sizes):
+                        last = layers[-1].mlp_norm
+                        return run_layers(ops, x, layers, last, at, table, caches, EPS)
+
+                label = f"height {height}" if height else "default"
+                yield Case(f"layers, {rows} {kind} rows", label, [run] * 3, run, num_parts=LAYERS)
+
+
 def measure(case: Case, firsts: dict[str, tuple[Tensor, ...]]) -> dict[str, Any]:
     """Return the time of a case and whether its bits are those of the first of its group."""
     found = tuple(tensor.clone() for tensor in case.result())
     first = firsts.setdefault(case.group, found)
     line: dict[str, Any] = {"equal bits": all(map(torch.equal, found, first))}
     if case.calls:
-        line["us"] = micros(case.calls, 7)
+        line["us"] = round(micros(case.calls, 15) / case.num_parts, 2)
         if case.bytes_read:
             line["GB/s"] = round(case.bytes_read / line["us"] / 1e3)
     return line
@@ -153,12 +212,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", default="route,experts")
+    parser.add_argument("--rows", default="64,128,256", help="of layers")
     parser.add_argument("--seconds", type=float, default=55)
     options = parser.parse_args()
     begin, ops = time.monotonic(), TritonOps(GPU)
     parts: dict[str, Callable[[], Iterator[Case]]] = {
         "route": lambda: route_cases(ops),
         "experts": lambda: expert_cases(ops),
+        "layers": lambda: layer_cases(ops, [int(rows) for rows in options.rows.split(",")]),
     }
     cases = [case for part in options.parts.split(",") for case in parts[part]()]
     compile_ahead([case.calls[0] if case.calls else case.result for case in cases], lambda *_: None)
