@@ -186,11 +186,11 @@ def test_min_tokens_counted_at_the_start_of_the_window_is_detected(monkeypatch):
 
 @pytest.mark.parametrize("option", ["bad_words", "processor"])
 def test_context_without_drafts_is_detected(monkeypatch, option):
-    whole = logits_processing._contexts
+    whole = logits_processing._Contexts
 
     def defect():
-        broken = lambda windows, hosted: whole(without_drafts(windows), hosted)  # noqa: E731
-        monkeypatch.setattr(logits_processing, "_contexts", broken)
+        broken = lambda windows: whole(without_drafts(windows))  # noqa: E731
+        monkeypatch.setattr(logits_processing, "_Contexts", broken)
 
     check_detected(defect, "logprobs", Case(0, option, 1.3, length=20), PERFECT)
 

@@ -81,8 +81,8 @@ CASES = [  # method, drafts, requests, dtype, temperature, overlap
     ("proposers:Junk", 8, 1, BF16, 0.0, False),
     ("proposers:Flaky", 8, 4, FP32, 0.0, False),
     ("ngram", 8, 4, FP32, 0.8, True),
-    ("proposers:DeviceFlaky", 8, 4, BF16, 0.0, True),
-    ("proposers:DeviceFlaky", 8, 4, FP32, 0.8, True),
+    ("proposers:DeviceFlaky", 8, 4, BF16, 0.8, True),
+    ("proposers:DeviceFlaky", 8, 4, FP32, 0.0, True),
 ]
 
 

@@ -19,6 +19,7 @@ import tiny
 from draftproof import SamplingParams
 from draftproof.engine.slots import Slots
 from draftproof.ops import Attention, AttentionShape, Rows, resolve
+from draftproof.ops.triton.gemm.cublas import FP32_CALL_KINDS
 from exact import Batch, Case, Setup
 from exact_matrix import GRAMMAR_MATRIX, MATRIX, MXFP4_MATRIX, check, named
 
@@ -63,10 +64,14 @@ def test_rows_of_cublas_have_the_bits_of_a_single_row(depth: int, out_dtype: tor
     packed = forward.pack_linear((torch.randn(4096, depth, device="cuda") / depth**0.5).bfloat16())
     for rows in (96, 192, 256):
         x = torch.randn(rows, depth, device="cuda").bfloat16()
-        assert forward.cublas.call_for_all_rows(x, packed, out_dtype)
-        found = forward.linear(x, packed, out_dtype)
+        outputs = [forward.linear(x, packed, out_dtype)]
+        for kind in FP32_CALL_KINDS:
+            if forward.cublas._has_equal_bits(packed, rows, out_dtype, kind):
+                outputs.append(torch.empty_like(outputs[0]))
+                forward.cublas.multiply(x, packed.weight, outputs[-1], kind)
         for row in (0, rows // 2, rows - 1):
-            assert torch.equal(found[row], forward.linear(x[row : row + 1], packed, out_dtype)[0])
+            alone = forward.linear(x[row : row + 1], packed, out_dtype)[0]
+            assert all(torch.equal(found[row], alone) for found in outputs)
 
 
 class OnDevice:

@@ -445,7 +445,7 @@ def attention_calls(ops: Ops, heads: AttentionShape, dtype: torch.dtype) -> list
 
 
 # Slow backends compute all shapes with one function, which `test_attention_equals_reference` checks for each.
-FEW_HEADS = ("grouped", "window", "smollm2")
+FEW_HEADS = ("grouped", "window", "long_window", "smollm2")
 
 
 @dtypes

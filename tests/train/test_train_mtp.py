@@ -28,9 +28,9 @@ from draftproof.train.trainer import Trainer
 ARCHITECTURES = ("llama", "qwen3", "ernie4_5")
 
 
-def trained_layer(arch: str, folder: Path, steps: int = 25) -> Trainer:
+def trained_layer(arch: str, folder: Path, steps: int = 25, optimizer: str = "adamw") -> Trainer:
     """Train an MTP layer for a few updates and write the copy of the checkpoint."""
-    made = trained.trainer(arch, kind="mtp", draft_vocab=0, steps=steps, drafts=3)
+    made = trained.trainer(arch, kind="mtp", draft_vocab=0, steps=steps, drafts=3, optimizer=optimizer)
     for batch in islice(made.batches.from_step(0), steps):
         made.learn(batch)
     checkpoint = tiny.checkpoint(arch)
@@ -81,7 +81,7 @@ def test_control_defect_in_the_trained_pass_changes_the_steps(
 
 
 def test_copy_holds_the_model_unchanged_and_is_written_again(tmp_path: Path) -> None:
-    made = trained_layer("llama", tmp_path, steps=1)
+    made = trained_layer("llama", tmp_path, steps=1, optimizer="muon")
     source, copy = load_checkpoint(tmp_path / "source"), load_checkpoint(tmp_path / "model")
     assert all(torch.equal(copy.tensors[name], tensor) for name, tensor in source.tensors.items())
     names = load_file(tmp_path / "model" / MTP_FILE)

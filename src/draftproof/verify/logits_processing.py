@@ -31,42 +31,42 @@ def process(
     if not adjusts and not features.has_grammar:
         return logits, errors
     base = ops.sampling.apply_penalties(logits, windows) if adjusts else logits.clone()
-    contexts = _contexts(windows, hosted)
-    for row, (slot, context) in contexts.items():
+    slots = windows.slot.tolist() if hosted else []
+    rows = [(row, slot) for row, slot in enumerate(slots) if slot in hosted]
+    contexts = _Contexts(windows)
+    for row, slot in rows:
         if hosted[slot].params.logits_processors:
             try:
-                base[row] = _run_processors(hosted[slot], list(context), base[row])
+                base[row] = _run_processors(hosted[slot], contexts.before(row, slot), base[row])
             except Exception as error:  # the user's code may raise anything; only this row fails
                 errors[row] = f"logits processor raised {type(error).__name__}: {error}"
     if adjusts:
         ops.sampling.apply_bans(base, windows)
     if features.has_grammar:
         ops.sampling.apply_grammar_mask(base, windows)
-    for row, (slot, context) in contexts.items():
+    for row, slot in rows:
         if hosted[slot].bad_word_ids:
-            _forbid_words(base[row], hosted[slot], context)
+            _forbid_words(base[row], hosted[slot], contexts.before(row, slot))
         if hosted[slot].params.logits_processors:
             _rescale(base[row])
     return base, errors
 
 
-def _contexts(windows: Windows, hosted: Mapping[int, Request]) -> dict[int, tuple[int, list[int]]]:
-    """Return slot and context of the rows of `hosted` requests.
+class _Contexts:
+    """Tokens before the rows of a step; those of a slot are read from the device once."""
 
-    The context is the prompt, the committed output, and the drafts before the row.
-    """
-    columns, found = windows.columns, {}
-    committed: dict[int, list[int]] = {}
-    drafts: dict[int, list[int]] = {}
-    slots = enumerate(windows.slot.tolist()) if hosted else ()
-    for row, slot in slots:
-        if slot not in hosted:
-            continue
-        if slot not in committed:
-            committed[slot] = columns.tokens[slot, : int(columns.length[slot])].tolist()
-            drafts[slot] = columns.draft[slot].tolist()
-        found[row] = slot, committed[slot] + drafts[slot][: int(windows.depth[row])]
-    return found
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+        self._tokens: dict[int, tuple[list[int], list[int]]] = {}  # slot -> committed tokens, drafts
+
+    def before(self, row: int, slot: int) -> list[int]:
+        """Return a new list of the prompt, the committed output, and the drafts before the row."""
+        if slot not in self._tokens:
+            columns = self._windows.columns
+            committed = columns.tokens[slot, : int(columns.length[slot])].tolist()
+            self._tokens[slot] = committed, columns.draft[slot].tolist()
+        committed, drafts = self._tokens[slot]
+        return committed + drafts[: int(self._windows.depth[row])]
 
 
 def _run_processors(request: Request, context: list[int], row: Tensor) -> Tensor:

@@ -186,6 +186,10 @@ def _import_xgrammar() -> Any:
 
     It uses them for masks and for tokenizers of transformers, not to compile.
     """
+    if sys.modules.get("torch"):  # imported by the site's configuration: it cannot be imported twice
+        import xgrammar
+
+        return xgrammar
     stubs: dict[str, Any] = {name: _UnusedModule(name) for name in ("torch", "transformers")}
     sys.modules["torch"] = None  # type: ignore[assignment]  # the import fails, which tvm_ffi expects
     try:

@@ -30,6 +30,8 @@ def penalize_rows(  # type: ignore[no-untyped-def]
             committed = prompt_len[s] + position[r] - depth[r]
             for i in range(committed + depth[r]):
                 token = tokens[s, i] if i < committed else draft[s, i - committed]
+                if not 0 <= token < len(row):  # an invalid id of a custom proposer: it is never accepted
+                    continue
                 if i < prompt_len[s]:
                     counts[token] = max(counts[token], 0)
                 else:
@@ -39,8 +41,8 @@ def penalize_rows(  # type: ignore[no-untyped-def]
                     row[token] = row[token] - frequency[s] * np.float32(0) - presence[s] * np.float32(0)
             for i in range(committed + depth[r]):
                 token = tokens[s, i] if i < committed else draft[s, i - committed]
-                count = counts[token]
-                if count == UNSEEN:  # an earlier occurrence was penalised
+                count = counts[token] if 0 <= token < len(row) else UNSEEN
+                if count == UNSEEN:  # no id, or an earlier occurrence was penalised
                     continue
                 counts[token] = UNSEEN
                 value = row[token]
