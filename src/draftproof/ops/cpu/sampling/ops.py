@@ -12,7 +12,7 @@ from draftproof.ops.contract.types import TokenLogprobs
 from draftproof.ops.cpu.argument_checks import check_doubles, check_ints, check_logits
 from draftproof.ops.cpu.executor import Executor
 from draftproof.ops.cpu.sampling import kernels
-from draftproof.ops.cpu.sampling.penalties import UNSEEN, ban_tokens, penalize_rows
+from draftproof.ops.cpu.sampling.penalties import ban_tokens, penalize_rows
 from draftproof.ops.torch.sampling import ComposedSampling
 from draftproof.types import LogitAdjust, Windows
 
@@ -111,7 +111,6 @@ class CpuSampling(ComposedSampling):
             frequency=columns.frequency.numpy(),
             presence=columns.presence.numpy(),
             bias=columns.bias.numpy(),
-            counts=np.full(logits.shape[1], UNSEEN, np.int64),
             out=out.numpy(),
         )
         return out

@@ -11,44 +11,38 @@ from draftproof.types import LogitAdjust
 PENALTY, BIAS, ALLOWED_IDS, MIN_TOKENS = 1, 2, 4, 8
 assert (PENALTY, BIAS) == (LogitAdjust.PENALTY, LogitAdjust.BIAS)
 assert (ALLOWED_IDS, MIN_TOKENS) == (LogitAdjust.ALLOWED_IDS, LogitAdjust.MIN_TOKENS)
-UNSEEN = -1
+UNSEEN = -1  # count of a token that is not in the context
 compiled = native(boundscheck=False)
 
 
 @compiled
+def _penalize_row(row, context, prompt_len, repetition, frequency, presence):  # type: ignore[no-untyped-def]
+    """Apply the penalties of `context`, of which the first `prompt_len` tokens are the prompt, to row [V]."""
+    counts = np.full(len(row), UNSEEN, np.int32)  # [V]: occurrences behind the prompt
+    for i, token in enumerate(context):
+        if 0 <= token < len(row):  # else an invalid id of a custom proposer, which is never accepted
+            counts[token] = max(counts[token], 0) + (i >= prompt_len)
+    for token in range(len(row)):
+        value, count = row[token], counts[token]
+        if count != UNSEEN:
+            value = value / repetition if value > 0 else value * repetition
+        row[token] = value - frequency * np.float32(max(count, 0)) - presence * np.float32(count > 0)
+
+
+@compiled
 def penalize_rows(  # type: ignore[no-untyped-def]
-    slot, depth, position, adjust, tokens, prompt_len, draft, repetition, frequency, presence, bias,
-    counts, out,
+    slot, depth, position, adjust, tokens, prompt_len, draft, repetition, frequency, presence, bias, out
 ):  # fmt: skip
-    """Apply penalties and bias to the rows out [L, V]; counts [V] int64 is scratch that holds UNSEEN."""
+    """Apply penalties and bias to the rows out [L, V]."""
     for r in range(len(slot)):
         s = slot[r]
         if s < 0:
             continue
         row = out[r]
         if adjust[s] & PENALTY:
-            committed = prompt_len[s] + position[r] - depth[r]
-            for i in range(committed + depth[r]):
-                token = tokens[s, i] if i < committed else draft[s, i - committed]
-                if not 0 <= token < len(row):  # an invalid id of a custom proposer: it is never accepted
-                    continue
-                if i < prompt_len[s]:
-                    counts[token] = max(counts[token], 0)
-                else:
-                    counts[token] = max(counts[token], 0) + 1
-            for token in range(len(row)):
-                if counts[token] == UNSEEN:  # -0.0 minus a product of a negative penalty and 0 is 0.0
-                    row[token] = row[token] - frequency[s] * np.float32(0) - presence[s] * np.float32(0)
-            for i in range(committed + depth[r]):
-                token = tokens[s, i] if i < committed else draft[s, i - committed]
-                count = counts[token] if 0 <= token < len(row) else UNSEEN
-                if count == UNSEEN:  # no id, or an earlier occurrence was penalised
-                    continue
-                counts[token] = UNSEEN
-                value = row[token]
-                value = value / repetition[s] if value > 0 else value * repetition[s]
-                value = value - frequency[s] * np.float32(count)
-                row[token] = value - presence[s] * np.float32(count > 0)
+            committed = tokens[s, : prompt_len[s] + position[r] - depth[r]]
+            context = np.concatenate((committed, draft[s, : depth[r]]))
+            _penalize_row(row, context, prompt_len[s], repetition[s], frequency[s], presence[s])
         if adjust[s] & BIAS:
             for token in range(len(row)):
                 row[token] += bias[s, token]
