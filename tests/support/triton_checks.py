@@ -1,7 +1,7 @@
 """Checks of the triton backend under Triton's interpreter; `test_ops_triton` runs this file as a process.
 
 The interpreter has to be enabled before the kernels are imported. numpy has no bf16, and its matrix product
-sums in an order that depends on the shape. So the replacement of the tensor core below sums in fp64 and
+sums in an order that depends on the shape. So the tensor core of `triton_interpreter` sums in fp64 and
 rounds once. The checks cover indexing, masks, ties, noise, and that rows do not depend on other rows. The
 bits of a GPU are checked by `bench/micro/gpu/op_times.py`.
 """
@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest import mock
 
-os.environ["TRITON_INTERPRET"] = "1"
-
-import numpy as np
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
+import triton_interpreter  # noqa: F401  # before the kernels
 from draftproof.models.weight_formats import (
     Fp8BlockWeight,
     Fp8Weight,
@@ -57,112 +51,6 @@ CPU = torch.device("cpu")
 INF = float("inf")
 DTYPES = (torch.float32, torch.bfloat16)
 
-
-def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):  # type: ignore[no-untyped-def]
-    def wide(x) -> np.ndarray:  # type: ignore[no-untyped-def]
-        data = x.data
-        if x.dtype.scalar == tl.bfloat16:
-            data = (data.astype(np.uint32) << 16).view(np.float32)
-        if x.dtype.scalar == tl.float8e4nv:
-            data = torch.from_numpy(data.copy()).view(torch.float8_e4m3fn).float().numpy()
-        return data.astype(np.float64)
-
-    return interpreter.TensorHandle((wide(a) @ wide(b) + d.data).astype(np.float32), d.dtype.scalar)
-
-
-def _cast(self, src, dst_type):  # type: ignore[no-untyped-def]
-    """Round to nearest even where the result is bf16; the interpreter truncates."""
-    if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
-        rounded = torch.from_numpy(np.array(src.data, dtype=np.float32)).to(torch.bfloat16)
-        return interpreter.TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
-    return _plain_cast(self, src, dst_type)
-
-
-def _to_e4m3(self, src, dst_type, rounding_mode):  # type: ignore[no-untyped-def]
-    """Round fp32 to the nearest e4m3; the interpreter differs for small numbers."""
-    if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
-        return _plain_convert(self, src, dst_type, rounding_mode)
-    rounded = torch.from_numpy(np.array(src.data, dtype=np.float32)).to(torch.float8_e4m3fn)
-    return interpreter.TensorHandle(rounded.view(torch.uint8).numpy(), tl.float8e4nv)
-
-
-def _patch_tensor(tensor, scope):  # type: ignore[no-untyped-def]
-    """Convert scalars, arrays of one element in the interpreter, to int; numpy no longer does."""
-    _plain_patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-# Types of tensors are made anew at each operation, which took a quarter of the time.
-_types: dict[Any, dict[str, Any]] = {}  # element type and shape -> attributes of the block type
-_numpy_types: dict[str, np.dtype] = {}
-
-
-def _init_block_type(self, element_ty, shape):  # type: ignore[no-untyped-def]
-    pointer = (element_ty.address_space, element_ty.const) if element_ty.is_ptr() else None
-    sizes = (size.value if isinstance(size, tl.constexpr) else size for size in shape)
-    key = element_ty.name, pointer, *sizes
-    if key not in _types:
-        _plain_block_type(self, element_ty, shape)
-        tensor = tl.tuple([tl.constexpr(size) for size in self.shape]), tl.constexpr(self.numel)
-        _types[key] = {**vars(self), "tensor": tensor}
-    self.__dict__.update(_types[key])
-
-
-_SCALAR = tl.tuple([]), tl.constexpr(1)  # shape and number of elements
-
-
-def _init_tensor(self, handle, type):  # type: ignore[no-untyped-def]
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = type.tensor if type.is_block() else _SCALAR
-
-
-def _numpy_type(kind):  # type: ignore[no-untyped-def]
-    scalar = kind.scalar
-    if scalar.name not in _numpy_types:
-        _numpy_types[scalar.name] = _plain_numpy_type(scalar)
-    return _numpy_types[scalar.name]
-
-
-_plain_block_type, tl.block_type.__init__ = tl.block_type.__init__, _init_block_type
-tl.tensor.__init__ = _init_tensor
-_plain_numpy_type, interpreter._get_np_dtype = interpreter._get_np_dtype, _numpy_type
-
-
-class _Launch:
-    """Patches of the language during one launch.
-
-    The interpreter repeats them at each call of a device function, which took half of the time.
-    """
-
-    scope: Any = None
-    modules: set[str] = set()  # triton.language and parts of it that are patched
-    names: dict[str, set[str]] = {}  # module of functions -> those that it refers to
-
-    def patch(self, function):  # type: ignore[no-untyped-def]
-        """Patch the modules that a function refers to, unless this launch has done so."""
-        if self.scope is None or not self.scope._changes:  # restored: that launch has ended
-            self.scope, self.modules = interpreter._LangPatchScope(), set()
-        if function.__module__ not in self.names:
-            used = (value for value in function.__globals__.values() if value is tl or value is tl.core)
-            self.names[function.__module__] = {value.__name__ for value in used}
-        names = self.names[function.__module__]
-        if not names <= self.modules:
-            self.scope._changes += _plain_patch_lang(function)._changes
-            self.modules |= names
-        return self.scope
-
-
-_plain_patch_lang, interpreter._patch_lang = interpreter._patch_lang, _Launch().patch
-_plain_cast, _plain_patch = interpreter.InterpreterBuilder.cast_impl, interpreter._patch_lang_tensor
-interpreter._patch_lang_tensor = _patch_tensor
-interpreter.InterpreterBuilder.cast_impl = _cast
-_plain_convert = interpreter.InterpreterBuilder.create_fp_to_fp
-interpreter.InterpreterBuilder.create_fp_to_fp = _to_e4m3
-interpreter.InterpreterBuilder.create_dot = _dot
-# Checks of integers for overflow took a fifth of the time; no index of these sizes is near 2^31.
-interpreter.interpreter_builder.options = replace(
-    interpreter.interpreter_builder.options, sanitize_overflow=False
-)
 ops, ref = resolve("triton", CPU), ReferenceOps(CPU)
 CHECKS: dict[str, dict[str, Callable[[], None]]] = defaultdict(dict)  # module -> name -> check
 
