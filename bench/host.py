@@ -175,7 +175,7 @@ def generate(llm: LLM, steps: list[Any], batch: int, params: SamplingParams) -> 
     llm.tracker.engine = Scripted(real, steps, ("ngram",))  # type: ignore[assignment]
     try:
         begin = time.thread_time()
-        jobs = [llm._open_job(prompt, params) for prompt in prompts]
+        jobs = [llm._open_job(llm._new_job(prompt, params)) for prompt in prompts]
         llm._add(deque(jobs))
         ready = time.thread_time()
         for _ in steps[:-1]:
@@ -220,7 +220,7 @@ def between_steps(llm: LLM, device: FakeDevice, batch: int, top: int | None) -> 
     """Return seconds a step of `LLM.generate` while all requests decode: the fastest 16 in a row."""
     params = SamplingParams(max_tokens=256, logprobs=top, ignore_eos=True, temperature=0.0)
     prompts = [{"prompt_token_ids": [3 + (i + j) % 9000 for j in range(50)]} for i in range(batch)]
-    jobs = [llm._open_job(prompt, params) for prompt in prompts]
+    jobs = [llm._open_job(llm._new_job(prompt, params)) for prompt in prompts]
     llm._add(deque(jobs))
     for _ in range(6):
         llm.tracker.step()
