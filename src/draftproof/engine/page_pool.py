@@ -167,6 +167,8 @@ class PrefixCache:
     def publish_pages(self, sequence: Sequence, computed: int) -> list[int]:
         """Publish the full pages of a request up to `computed` tokens, for later plans; return new ones.
 
+        Later plans only: attention kernels read the keys before the first row of a request without waiting
+        for the kernels of the pass (`few_rows.py`), so no request may read keys that another stores in it.
         A page is not published once the page before it has been evicted, since `find` would not reach it.
         That happens where two requests computed the same prefix: published pages belong to one of them.
         """

@@ -1,7 +1,8 @@
 """Embedding, RMS norm and gated activation kernels: one program per row, or per part of a row.
 
 The reduction tree of a norm is written out (`tree_sum_rows`), so that no tensor layout can change it. Kernels
-with a norm are compiled without contraction of multiply and add, for the same reason.
+with a norm are compiled without contraction of multiply and add, for the same reason. Every forward pass
+launches `embed_kernel` or `joined_norms_kernel` before its first attention: see `pdl_begin_pass`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_begin_pass, pdl_sync
 
 MULTI_ROW_MIN_ROWS = 256  # above it a program takes several rows, to hide the latency of memory
 ROWS_PER_PROGRAM = 4  # at most
@@ -23,7 +24,7 @@ PLACES_BLOCK = 256  # tokens of one program of `vocab_places_kernel`
 @triton.jit(do_not_specialize=["VOCAB"])  # also ranks * rows: one binary for every number of rows
 def embed_kernel(tokens, table, out, VOCAB, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Gather rows: out [R, D] = table[tokens]; a token outside the table gives zeros."""
-    pdl_sync(PDL)
+    pdl_begin_pass(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -113,7 +114,7 @@ def joined_norms_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """RMS norms of table[tokens] and of x [R, D], concatenated -> out [R, 2 D]; one program per norm."""
-    pdl_sync(PDL)
+    pdl_begin_pass(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:

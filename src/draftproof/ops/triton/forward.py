@@ -59,8 +59,10 @@ class TritonForward(TritonLatent, TritonMoe):
         self.tuner = create_tuner(launch, self.gemm)
         self.mixture = MixtureOfExperts(launch, self.tiles)
         self._partials = splitkv.PartialBuffers(launch.device)
-        self._splitkv = splitkv.SplitKVAttention(self._partials, chip.shared_per_program)
         has_wgmma = chip.capability == (9, 0)
+        self._splitkv = splitkv.SplitKVAttention(
+            self._partials, chip.shared_per_program, chip.num_sms if has_wgmma else 0
+        )
         self._prefill = prefill.PrefillAttention(launch.pdl, has_wgmma, chip.num_sms, self._partials)
         self._fused_layers = fused_kernel.FusedLayersKernel(launch.device, chip)
 

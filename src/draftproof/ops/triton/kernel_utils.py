@@ -43,6 +43,18 @@ def pdl_sync(PDL: tl.constexpr):
 
 
 @triton.jit
+def pdl_begin_pass(PDL: tl.constexpr):
+    """Do `pdl_sync` in the other order: the next kernel starts after the end of all kernels before this one.
+
+    Every forward pass launches a kernel with this first statement before its first attention, so attention
+    kernels may read slots, positions and keys of earlier passes before their own wait.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def pdl_wait_mask(k, PDL: tl.constexpr):
     """Return True once the previous kernel has completed; a load with this mask waits, other loads do not.
 

@@ -1,8 +1,9 @@
-"""Merge of the stored spans of a tile, one row and KV head at a time.
+"""Merge of stored spans in the order of `online_softmax.py`: ascending.
 
-A tile is padded to the height of the tensor core, but partial results exist for its rows alone. One row of
-them is small enough that many spans fit into registers, so their loads overlap. The order is that of
-`online_softmax.py`: ascending.
+`merge_rows` runs in the last program of a tile, one row and KV head at a time. A tile is padded to the height
+of the tensor core, but partial results exist for its rows alone. One row of them is small enough that many
+spans fit into registers, so their loads overlap. `merge_spans_kernel` is a launch of its own behind
+`few_rows.py`, with a program per row, query head and 32 columns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from draftproof.ops.triton.attention import online_softmax
 
 MAX_SPANS_IN_FLIGHT = 16  # whose loads overlap; more make the kernel slow to compile
 REGISTERS = 128  # of a thread that may hold loaded partial results
+MERGE_COLUMNS = 32  # of a program of `merge_spans_kernel`, one per thread
 
 
 def spans_in_flight(warps: int, group_padded: int, width: int) -> int:
@@ -65,3 +67,89 @@ def merge_rows(
             )
         out_at = out + row_head[:, None] * D + d[None, :]
         online_softmax.store_normalised(m, total, acc, sink, out_at, inside)
+
+
+@triton.jit
+def _maximum(a, b):
+    """Return the maximum, for a scan."""
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def load_chunk(parts, stats, num_spans, D: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr):
+    """Load CHUNK spans of a row: maxima [CHUNK], sums [CHUNK] and CHUNK tensors of values.
+
+    parts: pointers to the first values, one per thread. MASKED: only `num_spans` of them exist.
+    """
+    span = tl.arange(0, CHUNK)
+    values = ()
+    if MASKED:
+        maxima = tl.load(stats + span * 2, mask=span < num_spans, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(stats + span * 2 + 1, mask=span < num_spans, other=0.0, cache_modifier=".cg")
+        for i in tl.static_range(CHUNK):
+            exists = span * 0 + i < num_spans
+            values += (tl.load(parts + i * D, mask=exists, other=0.0, cache_modifier=".cg"),)
+    else:
+        maxima = tl.load(stats + span * 2, cache_modifier=".cg")
+        sums = tl.load(stats + span * 2 + 1, cache_modifier=".cg")
+        for i in tl.static_range(CHUNK):
+            values += (tl.load(parts + i * D, cache_modifier=".cg"),)
+    return maxima, sums, values
+
+
+@triton.jit
+def merge_chunk(top, total, acc, maxima, sums, values, CHUNK: tl.constexpr):
+    """Do `merge_partials` with CHUNK spans in sequence; all tensors but `values` [CHUNK] of them.
+
+    The running maximum is a prefix maximum, so the factors of all spans are computed together. What remains
+    in sequence is a multiplication and an addition per span.
+    """
+    lane = tl.arange(0, CHUNK)
+    tops = tl.maximum(tl.associative_scan(maxima, 0, _maximum), top)
+    previous = tl.where(lane == 0, top, tl.gather(tops, tl.maximum(lane - 1, 0), 0))
+    base = tl.where(tops == float("-inf"), 0.0, tops)
+    a, b = tl.exp2(previous - base), tl.exp2(maxima - base)
+    weighted_sums = sums * b
+    for i in tl.static_range(CHUNK):
+        a_i = tl.gather(a, lane * 0 + i, 0)
+        total = total * a_i + tl.gather(weighted_sums, lane * 0 + i, 0)
+        acc = acc * a_i + values[i] * tl.gather(b, lane * 0 + i, 0)
+    return tl.gather(tops, lane * 0 + (CHUNK - 1), 0), total, acc
+
+
+@triton.jit(do_not_specialize=["spans"])
+def merge_spans_kernel(
+    slots, positions, parts, stats, out, spans,
+    HEADS: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge all spans of a row and head; grid (rows, HEADS, D / COLUMNS), a column per thread of one warp."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    count = tl.load(positions + row).to(tl.int32) // SPAN + 1
+    count = tl.where(tl.load(slots + row) >= 0, count, 0)
+    row_head = (row * HEADS + head).to(tl.int64)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    parts += row_head * spans * D + column
+    stats += row_head * spans * 2
+    top = tl.full((COLUMNS,), float("-inf"), tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    acc = tl.zeros((COLUMNS,), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    last_start = (count - 1) // COLUMNS * COLUMNS
+    # The loads of a chunk are in flight during the merge of the one before.
+    maxima, sums, values = load_chunk(parts, stats, count, D, COLUMNS, True)
+    for start in range(COLUMNS, last_start, COLUMNS):
+        chunk = load_chunk(parts + start * D, stats + start * 2, count, D, COLUMNS, False)
+        top, total, acc = merge_chunk(top, total, acc, maxima, sums, values, COLUMNS)
+        maxima, sums, values = chunk
+    if last_start > 0:
+        chunk = load_chunk(
+            parts + last_start * D, stats + last_start * 2, count - last_start, D, COLUMNS, True
+        )
+        top, total, acc = merge_chunk(top, total, acc, maxima, sums, values, COLUMNS)
+        maxima, sums, values = chunk
+    if count > 0:
+        top, total, acc = merge_chunk(top, total, acc, maxima, sums, values, COLUMNS)
+        tl.store(out + row_head * D + column, (acc / total + 0.0).to(out.dtype.element_ty))

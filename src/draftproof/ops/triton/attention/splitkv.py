@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import online_softmax, span_loop
+from draftproof.ops.triton.attention import few_rows, online_softmax, span_loop
 from draftproof.ops.triton.attention.kv_cache import (
     head_pointers,
     is_quantized,
@@ -259,10 +259,14 @@ def scratch_fits(num_rows: int, heads: AttentionShape, spans: int) -> bool:
 
 
 class SplitKVAttention:
-    """Launcher of the kernel."""
+    """Launcher of the kernel, or of those of `few_rows.py` where selected.
 
-    def __init__(self, partials: PartialBuffers, max_shared_bytes: int) -> None:
+    `num_hopper_sms`: of a chip of compute capability 9.0, otherwise 0.
+    """
+
+    def __init__(self, partials: PartialBuffers, max_shared_bytes: int, num_hopper_sms: int = 0) -> None:
         self._partials, self._max_shared_bytes = partials, max_shared_bytes
+        self._num_hopper_sms = num_hopper_sms
 
     def num_parallel_spans(
         self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int, dtype: torch.dtype
@@ -293,6 +297,9 @@ class SplitKVAttention:
         spans = triton.cdiv(max_pages * page_size, SPAN)
         num_parallel = self.num_parallel_spans(num_rows, heads, rows.page_table, page_size, q.dtype)
         scratch = self._partials.reserve(num_rows * heads.num_q * spans, width, num_rows * heads.num_kv)
+        if self._num_hopper_sms and few_rows.is_selected(q, rows, heads, cache, sinks):
+            few_rows.launch(q, rows, heads, cache, out, scratch[:2], self._num_hopper_sms, pdl)
+            return
         tile = self.tile(num_rows, width, q.dtype)
         group_padded = next_power_of_two(group)
         in_flight = spans_in_flight(tile.warps, group_padded, width) if tile.merges_rows else 0

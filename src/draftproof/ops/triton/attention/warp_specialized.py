@@ -79,8 +79,8 @@ def load_tiles(
         last, _ = tile_bounds(slots, positions, row, slot, R, GROUP, BM)
         pages = page_table + slot * max_pages
         index = load_spans(
-            pages, keys, values, ks, vs, k_full, k_empty, v_full, v_empty, index, 0, last // SPAN + 1, last,
-            NUM_KV, D, PAGE, KEYS, SPAN, STAGES, layout,
+            pages, keys, values, ks, vs, k_full, k_empty, v_full, v_empty, index, 0, last // SPAN + 1, 1,
+            (last + 1) // SPAN, last, NUM_KV, D, PAGE, KEYS, SPAN, STAGES, layout, False,
         )  # fmt: skip
 
 

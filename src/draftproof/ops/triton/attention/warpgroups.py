@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra import cuda
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name in Triton 3.7 and 3.6
 
@@ -111,26 +112,40 @@ def copy_keys_and_values(
 
 
 @gluon.jit
+def count_steps(start, end, step):
+    """Return the number of elements of range(start, end, step); not negative."""
+    return gl.maximum(end - start + step - 1, 0) // step
+
+
+@gluon.jit
 def load_spans(
-    pages, keys, values, ks, vs, k_full, k_empty, v_full, v_empty, index, start, end, last,
+    pages, keys, values, ks, vs, k_full, k_empty, v_full, v_empty, index, start, end, step, num_full, last,
     NUM_KV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SPAN: gl.constexpr,
-    STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr, LAYOUT: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
-    """Copy spans start..end into the rings, the first to `index`; return the index after the last."""
+    """Copy every `step`-th span of start..end into the rings; return the index in them after the last.
+
+    All keys of the first `num_full` spans exist. WAIT: the previous kernel stores none of them, but it may
+    store keys of the other spans, so they are copied after it.
+    """
     key_layout: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    masked_start = gl.maximum(start, gl.minimum((last + 1) // SPAN, end))
+    masked_start = start + count_steps(start, gl.minimum(num_full, end), step) * step
     next_ids = load_page_ids(pages, start, last, PAGE, KEYS, SPAN, key_layout)
-    for span in range(start, masked_start):
+    for span in range(start, masked_start, step):
         page_ids = next_ids  # they are loaded one span early, so that the copies do not wait for them
-        next_ids = load_page_ids(pages, span + 1, last, PAGE, KEYS, SPAN, key_layout)
+        next_ids = load_page_ids(pages, span + step, last, PAGE, KEYS, SPAN, key_layout)
         copy_keys_and_values(
             keys, values, ks, vs, k_full, k_empty, v_full, v_empty, page_ids, index, span, last,
             NUM_KV, D, PAGE, KEYS, SPAN, STAGES, LAYOUT, False,
         )  # fmt: skip
         index += 1
-    for span in range(masked_start, end):  # one span at most
+    if WAIT:
+        cuda.gdc_wait()
+    for span in range(masked_start, end, step):
+        page_ids = next_ids
+        next_ids = load_page_ids(pages, span + step, last, PAGE, KEYS, SPAN, key_layout)
         copy_keys_and_values(
-            keys, values, ks, vs, k_full, k_empty, v_full, v_empty, next_ids, index, span, last,
+            keys, values, ks, vs, k_full, k_empty, v_full, v_empty, page_ids, index, span, last,
             NUM_KV, D, PAGE, KEYS, SPAN, STAGES, LAYOUT, True,
         )  # fmt: skip
         index += 1
@@ -226,3 +241,14 @@ def merge(m, total, acc, m1, sums1, acc1, VALUES: gl.constexpr):
     a, b = gl.exp2(m - base), gl.exp2(m1 - base)
     acc = acc * to_rows(a, VALUES)[:, None] + acc1 * to_rows(b, VALUES)[:, None]
     return top, total * a + total1 * b, acc
+
+
+@gluon.jit
+def store_span(parts, stats, index, m1, sums1, acc1, ok, D: gl.constexpr, VALUES: gl.constexpr):
+    """Do `online_softmax.store_partial`; index [HALF_ROWS]: of the partial result of the span."""
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, VALUES))
+    parts_at = parts + to_rows(index, VALUES)[:, None] * D + d[None, :]
+    gl.store(parts_at, acc1, mask=to_rows(ok, VALUES)[:, None])
+    gl.store(stats + index * 2, m1, mask=ok)
+    total1 = gl.convert_layout(gl.max(sums1, axis=1), m1.type.layout)  # all columns are equal
+    gl.store(stats + index * 2 + 1, total1, mask=ok)
