@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import heads
 import tiny
-from draftproof.models.draft_head.model import TargetParts
+from draftproof.models.draft_head.model import DraftHeadModel, TargetParts
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
+from draftproof.models.weight_formats import FloatWeight
+from draftproof.ops import KVLayout
 from draftproof.propose import ProposerEnv
 from draftproof.propose.head import Eagle3Proposer
 from draftproof.types import DeviceBatch, Draft, DraftSpec, Rows
@@ -168,3 +170,58 @@ def test_taps_need_no_launch(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -
             runner.forward(rows)
         counts.append(dict(triton_ops.launches.found))
     assert counts[0] == counts[1] == {"embed_kernel": 1, "fused_layers_kernel": 1, "rms_norm_kernel": 1}
+
+
+def attention_passes(
+    triton_ops: Any, kind: str, monkeypatch: pytest.MonkeyPatch, **fields: Any
+) -> list[list[Any]]:
+    """Return the kernels of each pass of a decoder or head whose attention is that of few rows on Hopper."""
+    from triton.runtime.jit import JITFunction
+
+    from draftproof.ops.triton.attention import warp_specialized
+
+    sizes = {**SMALL, "head_dim": 128}
+    monkeypatch.setattr(triton_ops.forward, "one_launch", False)
+    monkeypatch.setitem(tiny.ARCHITECTURES, "long", {"architecture": "LlamaForCausalLM", **sizes})
+    passes: list[list[Any]] = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: passes[-1].append(self))
+    monkeypatch.setattr(triton_ops.forward, "begin_pass", lambda rows: passes.append([]))
+    made, column = tiny.checkpoint("long", "bfloat16"), torch.zeros(5, dtype=torch.int64)
+    table = torch.zeros((4, warp_specialized.LONG_TABLE_TOKENS // PAGE), dtype=torch.int32)
+    rows = Rows(column, column, column, column, table)
+    if kind == "decoder":
+        model = create_model(made.config, made.weights, triton_ops, 64)
+        sizes = {"num_pages": 9, "page_size": PAGE, "max_rows": 32}
+        Runner(model, triton_ops, made.dtype, captures=False, **sizes).forward(rows)
+        return passes
+    config = heads.head_config(kind, "long", "bfloat16", **sizes, share_lm_head=True, **fields)
+    embedding = made.tensors["model.embed_tokens.weight"]
+    target = (made.config, config.target, torch.bfloat16, embedding, None)
+    parts = TargetParts(*target, lm_head_rows=lambda ids: embedding[ids])
+    tensors = {name: FloatWeight(tensor) for name, tensor in heads.head_tensors(config).items()}
+    head = DraftHeadModel(config, tensors, triton_ops, 64, parts, 8)
+    caches = KVLayout(config.num_layers, 1, 128, torch.bfloat16).allocate(9, PAGE, CPU)
+    feature = torch.zeros((5, SMALL["hidden_size"]), dtype=torch.bfloat16)
+    head.forward(rows, feature, caches)
+    return passes
+
+
+PASSES: list[tuple[str, dict[str, Any]]] = [
+    ("decoder", {}),
+    ("eagle3", {}),
+    ("eagle3", {"norm_before_residual": True}),
+    ("eagle", {}),
+    ("mtp", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), PASSES)
+def test_passes_wait_for_earlier_kernels_before_their_first_attention(
+    kind: str, fields: dict[str, Any], triton_ops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check what `few_rows_kernel` relies on: it reads slots, positions and old keys before its wait."""
+    passes = attention_passes(triton_ops, kind, monkeypatch, **fields)
+    assert passes
+    for kernels in passes:
+        first = [kernel.fn.__name__ for kernel in kernels].index("few_rows_kernel")
+        assert any("pdl_begin_pass(PDL)" in kernel.src for kernel in kernels[:first])

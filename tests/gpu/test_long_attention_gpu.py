@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import warp_specialized, worklist
+from draftproof.ops import Attention, AttentionShape, Rows
+from draftproof.ops.triton.attention import few_rows, warp_specialized, worklist
 from draftproof.ops.triton.backend import TritonOps
 
 
@@ -20,11 +20,28 @@ def has_hopper() -> bool:
 
 
 pytestmark = pytest.mark.skipif(not has_hopper(), reason="no GPU of compute capability 9.0")
-CUDA, BF16, PAGE, POOL_PAGES = torch.device("cuda"), torch.bfloat16, 16, 2048
+CUDA, BF16, POOL_TOKENS = torch.device("cuda"), torch.bfloat16, 32768
 LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=128**-0.5, window=0)
 GROUP_OF_EIGHT = AttentionShape(num_q=64, num_kv=8, dim=128, scale=128**-0.5, window=0)
+GROUP_OF_ONE = AttentionShape(num_q=8, num_kv=8, dim=128, scale=128**-0.5, window=0)
+GROUP_OF_SIXTEEN = AttentionShape(num_q=128, num_kv=8, dim=128, scale=128**-0.5, window=0)
 Windows = list[tuple[int, int]]  # of each slot: its context, and rows at the end of it
 
+FEW: dict[str, Windows] = {
+    "one key": [(1, 1)],
+    "one span": [(128, 1)],
+    "a row at 2k": [(2100, 1)],
+    "a row at 16k": [(16384, 1)],
+    "a row, one key of a span": [(16385, 1)],
+    "a row at 64k": [(65536, 1)],
+    "a draft at 16k": [(16500, 5)],
+    "a draft across a span": [(16386, 8)],
+    "a prompt of eight": [(8, 8)],
+    "8 rows around a span": [(n, 1) for n in (1, 127, 128, 129, 255, 256, 257, 1000)],
+    "8 rows at 16k": [(16384 + 77 * n, 1) for n in range(8)],
+    "drafts and padding": [(4098, 3), (0, 1), (16390, 2), (129, 2)],
+    "one at 64k and 7 short": [(65536, 1), *[(20 + n, 1) for n in range(7)]],
+}
 DECODE: dict[str, Windows] = {
     "16 rows of one span": [(100 + n, 1) for n in range(16)],
     "16 rows, one key of a span": [(16257, 1)] * 16,
@@ -40,6 +57,7 @@ DECODE: dict[str, Windows] = {
     "one at 64k and 200 short": [(65536, 1), *[(300, 1)] * 200],
 }
 PROMPTS: dict[str, Windows] = {
+    "several tall tiles per program": [(40 + n % 200, 6) for n in range(400)],
     "second chunk": [(6144, 3072)],
     "first chunk, odd": [(2049, 2049)],
     "prompts, drafts, decode rows and padding": [
@@ -56,27 +74,30 @@ PROMPTS: dict[str, Windows] = {
 class Inputs:
     """Queries and rows on random pages; memory that no row may read holds NaN."""
 
-    def __init__(self, windows: Windows, heads: AttentionShape) -> None:
+    def __init__(self, windows: Windows, heads: AttentionShape, page: int = 16) -> None:
         self.heads = heads
         random = torch.Generator(device=CUDA).manual_seed(1)
-        shape = (2, POOL_PAGES, PAGE, heads.num_kv, heads.dim)
+        count = len(windows)
+        pool_pages = POOL_TOKENS // page + count
+        shape = (2, pool_pages, page, heads.num_kv, heads.dim)
         self.cache = torch.empty(shape, dtype=BF16, device=CUDA).normal_(generator=random)
         self.cache[:, 0] = torch.nan
-        max_pages = max(-(-max(n for n, _ in windows) // PAGE), 1024)
-        count = len(windows)
-        table = torch.randint(1 + count, POOL_PAGES, (count, max_pages), generator=random, device=CUDA)
+        max_pages = max(-(-max(n for n, _ in windows) // page), 16384 // page)
+        table = torch.randint(1 + count, pool_pages, (count, max_pages), generator=random, device=CUDA)
         slots, positions = [], []
         for slot, (context, rows) in enumerate(windows):
-            used = -(-context // PAGE)
+            used = -(-context // page)
             table[slot, used:] = 0
             if context:
                 table[slot, used - 1] = 1 + slot
-                self.cache[:, 1 + slot, (context - 1) % PAGE + 1 :] = torch.nan
+                self.cache[:, 1 + slot, (context - 1) % page + 1 :] = torch.nan
             slots += [slot if context else -1] * rows
             positions += [max(p, 0) for p in range(context - rows, context)]
         places = torch.tensor(positions, device=CUDA)
         owners = torch.tensor(slots, device=CUDA)
-        self.rows = Rows(torch.zeros_like(owners), places, owners, torch.zeros_like(owners), table.int())
+        kv_index = table[owners.clamp(min=0), places // page] * page + places % page
+        kv_index = torch.where(owners < 0, 0, kv_index)
+        self.rows = Rows(torch.zeros_like(owners), places, owners, kv_index, table.int())
         shape = (len(slots), heads.num_q * heads.dim)
         self.q = torch.empty(shape, dtype=BF16, device=CUDA).normal_(generator=random)
 
@@ -96,6 +117,28 @@ class Inputs:
             x = ops.forward.add(self.q, out)
         return x
 
+    def stored_layers(self, ops: TritonOps, count: int) -> Tensor:
+        """Return the results of `count` layers that store the keys of their rows just before."""
+        random = torch.Generator(device=CUDA).manual_seed(2)
+        width = (self.heads.num_q + 2 * self.heads.num_kv) * self.heads.dim
+        shape = (width, self.q.shape[1])
+        packed = [
+            ops.forward.pack_linear(
+                torch.empty(shape, dtype=BF16, device=CUDA).normal_(std=0.05, generator=random)
+            )
+            for _ in range(2)
+        ]
+        rope = torch.ones((1 << 16, self.heads.dim), device=CUDA)
+        ops.forward.begin_pass(self.rows)
+        x, results = self.q, []
+        for i in range(count):
+            attention = Attention(self.heads, packed[i % 2], None)
+            qkv = ops.forward.linear(x, attention.qkv)
+            query = ops.forward.rope_store(qkv, self.rows, attention, rope, self.cache, 1e-6)
+            results.append(ops.forward.attention(query, self.rows, self.heads, self.cache))
+            x = ops.forward.add(self.q, results[-1])
+        return torch.stack(results)
+
 
 @contextmanager
 def selected(*, everywhere: bool, even: bool = True) -> Iterator[None]:
@@ -114,26 +157,89 @@ def same_bits(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.contiguous().view(torch.int16), want.contiguous().view(torch.int16))
 
 
-def assert_same_bits(inputs: Inputs, ops: TritonOps, launches: int = 1) -> None:
+def reference(inputs: Inputs, ops: TritonOps) -> Tensor:
+    """Return the attention by the other kernels."""
     with selected(everywhere=False):
         want = inputs.attention(ops)
+    assert not want[inputs.rows.slots >= 0].isnan().any()
+    return want
+
+
+def assert_equal(inputs: Inputs, got: Tensor, want: Tensor) -> None:
     is_real = inputs.rows.slots >= 0
-    assert not want[is_real].isnan().any()
+    assert same_bits(got[is_real], want[is_real])
+    assert got[~is_real].isnan().all()
+
+
+def assert_same_bits(inputs: Inputs, ops: TritonOps, launches: int = 1) -> None:
+    """Compare whole tiles of all rows with the other kernels, then whole tiles where they are even."""
+    want = reference(inputs, ops)
+    # above 48 rows whole tiles are chosen if they run at the same time
+    num_sms = 132 if len(inputs.q) <= 48 else 8 * 132
     for even in (True, False):
         with (
             selected(everywhere=True, even=even),
+            mock.patch.object(ops.forward._prefill, "_num_sms", num_sms if even else 132),
             mock.patch.object(warp_specialized, "launch_tiles", wraps=warp_specialized.launch_tiles) as tiles,
         ):
             got = inputs.attention(ops)
             assert tiles.call_count == launches
-        assert same_bits(got[is_real], want[is_real]), even
-        assert got[~is_real].isnan().all()
+        if even and launches:
+            (list_of_tiles,) = (call.args[5] for call in tiles.call_args_list)
+            assert list_of_tiles[0] > 0
+        assert_equal(inputs, got, want)
     assert not ops.forward._partials.counters.any()
+
+
+def assert_same_bits_of_few(inputs: Inputs, ops: TritonOps) -> None:
+    """Compare the kernels of few rows with the other kernels; scratch of earlier calls holds NaN."""
+    want = reference(inputs, ops)
+    ops.forward._partials.parts.fill_(torch.nan)
+    ops.forward._partials.stats.fill_(torch.nan)
+    with (
+        selected(everywhere=True),
+        mock.patch.object(few_rows, "launch", wraps=few_rows.launch) as launch,
+    ):
+        got = inputs.attention(ops)
+        assert launch.call_count == 1
+    assert_equal(inputs, got, want)
 
 
 @pytest.fixture(scope="module")
 def early_ops() -> TritonOps:
     return TritonOps(CUDA, pdl=True)
+
+
+@pytest.fixture(scope="module")
+def late_ops() -> TritonOps:
+    return TritonOps(CUDA, pdl=False)
+
+
+@pytest.mark.parametrize("windows", FEW.values(), ids=FEW)
+def test_few_rows_have_the_same_bits(windows: Windows, early_ops: TritonOps, late_ops: TritonOps) -> None:
+    inputs = Inputs(windows, LLAMA)
+    assert_same_bits_of_few(inputs, early_ops)
+    assert_same_bits_of_few(inputs, late_ops)
+
+
+@pytest.mark.parametrize("name", ["a row, one key of a span", "drafts and padding"])
+@pytest.mark.parametrize("heads", [GROUP_OF_ONE, GROUP_OF_EIGHT, GROUP_OF_SIXTEEN], ids=["1", "8", "16"])
+def test_few_rows_of_other_heads_have_the_same_bits(
+    name: str, heads: AttentionShape, early_ops: TritonOps
+) -> None:
+    assert_same_bits_of_few(Inputs(FEW[name], heads), early_ops)
+
+
+@pytest.mark.parametrize("page", [64, 128])
+def test_larger_pages_have_the_same_bits(page: int, early_ops: TritonOps) -> None:
+    assert_same_bits_of_few(Inputs(FEW["drafts and padding"], LLAMA, page), early_ops)
+    assert_same_bits(Inputs(DECODE["drafts across a span and padding"], LLAMA, page), early_ops)
+    assert_same_bits(Inputs(PROMPTS["first chunk, odd"], LLAMA, page), early_ops)
+
+
+@pytest.mark.parametrize("name", ["16 rows around a span", "16 drafts at 16k"])
+def test_decode_rows_without_early_launch_have_the_same_bits(name: str, late_ops: TritonOps) -> None:
+    assert_same_bits(Inputs(DECODE[name], LLAMA), late_ops)
 
 
 @pytest.mark.parametrize("windows", DECODE.values(), ids=DECODE)
@@ -143,8 +249,11 @@ def test_decode_rows_have_the_same_bits(windows: Windows, early_ops: TritonOps) 
 
 
 @pytest.mark.parametrize("name", ["16 rows around a span", "drafts across a span and padding"])
-def test_decode_rows_of_other_heads_have_the_same_bits(name: str, early_ops: TritonOps) -> None:
-    assert_same_bits(Inputs(DECODE[name], GROUP_OF_EIGHT), early_ops)
+@pytest.mark.parametrize("heads", [GROUP_OF_ONE, GROUP_OF_EIGHT, GROUP_OF_SIXTEEN], ids=["1", "8", "16"])
+def test_decode_rows_of_other_heads_have_the_same_bits(
+    name: str, heads: AttentionShape, early_ops: TritonOps
+) -> None:
+    assert_same_bits(Inputs(DECODE[name], heads), early_ops)
 
 
 @pytest.mark.parametrize("windows", PROMPTS.values(), ids=PROMPTS)
@@ -152,9 +261,12 @@ def test_prompts_have_the_same_bits(windows: Windows, early_ops: TritonOps) -> N
     assert_same_bits(Inputs(windows, LLAMA), early_ops)
 
 
-@pytest.mark.parametrize("name", ["16 rows at 1k", "16 rows, one at 64k", "16 drafts at 16k"])
+@pytest.mark.parametrize(
+    "name",
+    ["16 rows at 1k", "16 rows, one at 64k", "16 drafts at 16k", "a row at 16k", "one at 64k and 7 short"],
+)
 def test_kernels_that_start_early_wait_for_their_inputs(name: str, early_ops: TritonOps) -> None:
-    inputs = Inputs(DECODE[name], LLAMA)
+    inputs = Inputs((DECODE | FEW)[name], LLAMA)
     with selected(everywhere=False):
         want = inputs.layers(early_ops, 12)
     with selected(everywhere=True, even=False):
@@ -163,10 +275,54 @@ def test_kernels_that_start_early_wait_for_their_inputs(name: str, early_ops: Tr
         assert same_bits(inputs.layers(early_ops, 12), want)
 
 
-@pytest.mark.parametrize("name", ["16 rows at 16k", "16 drafts at 16k"])
+@pytest.mark.parametrize(
+    "windows", [[(65536, 1)], [(16385, 1)], [(2100, 3), (65536, 1), (16390, 4)]], ids=["64k", "16k", "drafts"]
+)
+def test_keys_of_this_pass_are_copied_after_the_kernel_that_stores_them(
+    windows: Windows, early_ops: TritonOps
+) -> None:
+    inputs = Inputs(windows, LLAMA)
+    with selected(everywhere=False):
+        want = inputs.stored_layers(early_ops, 8)
+    assert not want.isnan().any()
+    for _ in range(2):  # the first time compiles
+        with selected(everywhere=True):
+            got = inputs.stored_layers(early_ops, 8)
+        torch.cuda.synchronize()
+    assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_padding_alone_does_not_hide_the_kernels_before_it(count: int, early_ops: TritonOps) -> None:
+    """Launch rows of padding between the kernel that stores the queries and the attention of real rows."""
+    inputs, padding = Inputs(FEW["a row at 16k"], LLAMA), Inputs([(0, 1)] * count, LLAMA)
+    random = torch.Generator(device=CUDA).manual_seed(2)
+    shape = (inputs.q.shape[1],) * 2
+    weight = torch.empty(shape, dtype=BF16, device=CUDA).normal_(std=0.05, generator=random)
+    packed = early_ops.forward.pack_linear(weight)
+    ignored = torch.full(padding.q.shape, torch.nan, dtype=torch.float32, device=CUDA)
+
+    def layers() -> Tensor:
+        x = inputs.q
+        for _ in range(12):
+            x = early_ops.forward.linear(x, packed)
+            early_ops.forward.attention_into(padding.q, padding.rows, LLAMA, padding.cache, ignored)
+            x = early_ops.forward.attention(x, inputs.rows, LLAMA, inputs.cache)
+        return x
+
+    with selected(everywhere=False):
+        want = layers()
+    with selected(everywhere=True):
+        layers()  # compile
+        torch.cuda.synchronize()
+        assert same_bits(layers(), want)
+    assert ignored.isnan().all()
+
+
+@pytest.mark.parametrize("name", ["16 rows at 16k", "16 drafts at 16k", "a row at 64k", "8 rows at 16k"])
 def test_a_graph_has_the_same_bits_at_other_contexts(name: str, early_ops: TritonOps) -> None:
     """Replay a graph at the captured contexts, at uneven and at short ones: lists are made on the device."""
-    inputs = Inputs(DECODE[name], LLAMA)
+    inputs = Inputs((DECODE | FEW)[name], LLAMA)
     inputs.layers(early_ops, 1)  # compile
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -174,7 +330,7 @@ def test_a_graph_has_the_same_bits_at_other_contexts(name: str, early_ops: Trito
         got = inputs.layers(early_ops, 4)
     original = inputs.rows.positions.clone()
     uneven = original // torch.arange(1, len(original) + 1, device=CUDA)
-    for positions in (original, uneven if len(original) == 16 else original, original % 300, original):
+    for positions in (original, uneven if "rows" in name else original, original % 300, original):
         inputs.rows.positions.copy_(positions)
         graph.replay()
         with selected(everywhere=False):

@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 from draftproof.errors import ConfigError
 from draftproof.ops import AttentionShape, KVLayout, Rows
 from draftproof.ops.triton import compile_ahead
-from draftproof.ops.triton.attention import splitkv
+from draftproof.ops.triton.attention import few_rows, splitkv
 from draftproof.ops.triton.attention.latent import check_shared_memory
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import autotune
@@ -104,6 +104,7 @@ def test_span_loop_is_used_where_the_shared_memory_has_room_for_it() -> None:
         assert not tile.span_loop and tile.max_programs == splitkv.MAX_SPLIT_PROGRAMS
 
 
+FEW = ["few_rows_kernel", "merge_spans_kernel"]
 CHUNKS = ["chunk_list_kernel", "prefill_attention_kernel"]
 LISTS = ["chunk_list_kernel", "chunk_list_kernel", "choose_list_kernel"]
 EVEN = [*LISTS, "warp_specialized_kernel", "prefill_attention_kernel"]
@@ -116,7 +117,13 @@ LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
         (16, 16384, {}, EVEN),
         (64, 16384, {}, EVEN),
         (2048, 16384, {}, ["tile_lists_kernel", "warp_specialized_kernel", "prefill_attention_kernel"]),
-        (8, 16384, {}, ["splitkv_attention_kernel"]),
+        (1, 16384, {}, FEW),
+        (8, 16384, {}, FEW),
+        (9, 16384, {}, ["splitkv_attention_kernel"]),
+        (1, 16383, {}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"window": 4096}, ["splitkv_attention_kernel"]),
+        (8, 16384, {"sinks": True}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"capability": (10, 0)}, ["splitkv_attention_kernel"]),
         (16, 16383, {}, CHUNKS),
         (97, 16384, {}, CHUNKS),
         (2047, 16384, {}, ["tile_lists_kernel", "prefill_attention_kernel", "prefill_attention_kernel"]),
@@ -146,6 +153,12 @@ def test_warp_specialised_kernels_are_used_at_long_page_tables_of_hopper(
     kernels.clear()
     ops.forward.attention(q, Rows(column, column, column, column, table), heads, cache, sinks)
     assert kernels == expected
+
+
+def test_registers_of_few_rows_depend_on_rows_and_page_table_alone() -> None:
+    cases = product((1, 2, 8), (16384, 32767, 32768, 131072))
+    long_rows = {case for case in cases if few_rows.few_rows_config(*case) == few_rows.LONG_ROW_CONFIG}
+    assert long_rows == {(1, 32768), (1, 131072)}
 
 
 def test_latent_attention_in_fp32_is_refused_by_small_chips() -> None:

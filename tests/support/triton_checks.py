@@ -20,6 +20,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import triton_interpreter  # noqa: F401  # before the kernels
@@ -447,6 +449,33 @@ def work_lists_sort_tiles_by_keys() -> None:
     near = listed(rows, 2, 2, span)  # slot 2 sees spans 4 and 5: its first key is in span 4
     want = [(0, 0), (2, 0), (3, 0), (4, 0)]
     assert near[1 : 1 + near[0]].tolist() == [row * chunks + part for row, part in want]
+
+
+@triton.jit
+def merge_rows_kernel(parts, stats, out, spans, count, HEADS: tl.constexpr, D: tl.constexpr):
+    """Merge the spans of one row by `merge_rows`, for comparison."""
+    merge.merge_rows(parts, stats, None, out, 0, 1, 0, spans, 0, count, 1, HEADS, D, D, HEADS, 4)
+
+
+@check
+def merge_by_columns_has_the_bits_of_the_merge_by_rows() -> None:
+    """Merge partial results of 1 to 100 spans; the last ones may be invisible, and memory behind them NaN."""
+    heads, dim, stride = 2, 64, 101
+    for count, visible in ((1, 1), (31, 31), (32, 30), (33, 32), (64, 64), (65, 65), (100, 97)):
+        parts = randn(heads * stride, dim, seed=count, dtype=torch.float32).view(heads, stride, dim)
+        stats = randn(heads * stride, 2, seed=1, dtype=torch.float32).view(heads, stride, 2) * 4
+        stats[..., 1].abs_()
+        stats[:, visible:, 0], stats[:, visible:, 1], parts[:, visible:] = -torch.inf, 0, 0
+        stats[:, count:], parts[:, count:] = torch.nan, torch.nan
+        want, got = torch.empty((1, heads * dim)), torch.full((2, heads * dim), torch.nan)
+        merge_rows_kernel[(1,)](parts, stats, want, stride, count, HEADS=heads, D=dim)
+        slots, positions = torch.tensor([0, -1]), torch.tensor([count, 9]) * attention_kernels.SPAN - 1
+        merge.merge_spans_kernel[(2, heads, dim // merge.MERGE_COLUMNS)](
+            slots, positions, parts, stats, got, stride,
+            HEADS=heads, D=dim, COLUMNS=merge.MERGE_COLUMNS, SPAN=attention_kernels.SPAN, PDL=False,
+        )  # fmt: skip
+        assert bits(got[:1]) == bits(want), count
+        assert got[1].isnan().all()  # padding
 
 
 @check

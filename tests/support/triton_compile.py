@@ -37,6 +37,7 @@ from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidat
 from draftproof.ops.contract.kv_layout import KV_FORMATS
 from draftproof.ops.contract.types import ACTIVATIONS
 from draftproof.ops.triton import kernel_utils
+from draftproof.ops.triton.attention.few_rows import LONG_ROW_TABLE_TOKENS
 from draftproof.ops.triton.attention.latent import MIN_FP32_SHARED_BYTES
 from draftproof.ops.triton.attention.warp_specialized import LONG_TABLE_TOKENS, MIN_TALL_ROWS
 from draftproof.ops.triton.backend import TritonOps
@@ -135,10 +136,11 @@ def forward(
 
 
 def long_attention(ops: TritonOps, heads: AttentionShape) -> None:
-    """Call the attention of page tables for long contexts: 16 rows, 64 and a prompt."""
+    """Call the attention of page tables for long contexts: few rows, 16, 64 and a prompt."""
     cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
-    table = torch.zeros((4, LONG_TABLE_TOKENS // 16), dtype=torch.int32)
-    for count in (16, 64, MIN_TALL_ROWS):
+    tokens = {1: LONG_ROW_TABLE_TOKENS}  # of the page table, where another kernel is compiled for it
+    for count in (1, 8, 16, 64, MIN_TALL_ROWS):
+        table = torch.zeros((4, tokens.get(count, LONG_TABLE_TOKENS) // 16), dtype=torch.int32)
         column = torch.zeros(count, dtype=torch.int64)
         q = torch.empty((count, heads.num_q * heads.dim), dtype=torch.bfloat16)
         ops.forward.attention(q, Rows(column, column, column, column, table), heads, cache)
