@@ -6,6 +6,8 @@ Every variant must have the bits of the tables as they are, in fp32; one that ha
 The best of each case is printed, and all times as JSON on the last line. The tables to change are
 `splitkv.TILES` (split), `prefill.CHUNKED_TILES` (chunked), `SHORT_TILES_96` (short), `TALL_TILES_SM90` (tall).
 Times are microseconds of a call, from a graph of many calls over caches that together exceed the L2 cache.
+"us" are calls alone, without programmatic dependent launch. "chain us" are chains of a GEMM of the queries, the
+attention and a GEMM of its result, with it, of the cases whose name begins with `few`.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from op_times import BF16, micros
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import prefill, splitkv, warp_specialized, worklist
+from draftproof.ops.triton.attention import few_rows, prefill, splitkv, warp_specialized, worklist
 from draftproof.ops.triton.attention.splitkv import SplitTile
 from draftproof.ops.triton.attention.tiles import TileConfig
 from draftproof.ops.triton.backend import TritonOps
@@ -38,6 +40,7 @@ from draftproof.ops.triton.compile_ahead import compile_ahead
 
 MIN_CACHE_BYTES = 192 << 20  # of the caches that a graph rotates through
 MEMORY_BYTES_PER_US = 4.3e6  # of a copy on an H200
+CHAIN_WEIGHTS = 8  # of 32 MiB each: together they exceed the L2 cache
 Patches = list[tuple[Any, dict[str, Any]]]  # of a variant: (module, values)
 
 
@@ -58,6 +61,15 @@ class Case(NamedTuple):
 
 
 CASES = (
+    Case("few 1x1 at 2k", "few", 1, 1, 2048 + 50),
+    Case("few 1x1 at 16k", "few", 1, 1, 16384 + 50),
+    Case("few 1x1 at 64k", "few", 1, 1, 65536 - 50),
+    Case("few 8x1 at 16k", "few", 8, 1, 16384 + 50),
+    Case("few 4x1 at 16k", "few", 4, 1, 16384 + 50),
+    Case("few 2x1 at 16k", "few", 2, 1, 16384 + 50),
+    Case("few 1x4 at 16k", "few", 1, 4, 16384 + 50),
+    Case("few 1x8 at 16k", "few", 1, 8, 16384 + 50),
+    Case("few 2x4 at 16k", "few", 2, 4, 16384 + 50),
     Case("decode 1x1 at 16k", "split", 1, 1, 16384),
     Case("decode 1x1 at 64k", "split", 1, 1, 65536),
     Case("verify 1x4 at 16k", "split", 1, 4, 16384),
@@ -71,6 +83,7 @@ CASES = (
     Case("decode 1x1 at 400", "split", 1, 1, 400),
     Case("decode 16x1 at 400", "chunked", 16, 1, 400),
 )
+FEW = (few_rows.CONFIG, few_rows.LONG_ROW_CONFIG)
 SPLIT = (
     SplitTile(16, 8, 3, span_loop=True, merges_rows=True, max_programs=132),
     SplitTile(16, 4, 3, merges_rows=True),
@@ -109,7 +122,11 @@ ANY_CONTEXT: Patches = [(warp_specialized, {"LONG_TABLE_TOKENS": 0}), (worklist,
 
 def variants(table: str) -> Iterator[tuple[str, Patches]]:
     """Return the variants of a table: a name and values of modules."""
-    if table == "split":
+    if table == "few":
+        for few_rows_config in FEW:
+            configs = {"CONFIG": few_rows_config, "LONG_ROW_CONFIG": few_rows_config}
+            yield str(few_rows_config), [(few_rows, configs), *ANY_CONTEXT]
+    elif table == "split":
         for tile in SPLIT:
             limit = {"TILES": ((1 << 30, tile),), "MAX_SPLIT_PROGRAMS": tile.max_programs}
             yield str(tile), [(splitkv, limit)]
@@ -126,6 +143,11 @@ def variants(table: str) -> Iterator[tuple[str, Patches]]:
         width = 64 if table == "tall 64" else 128
         for config in {"short": SHORT, "tall": TALL, "tall 64": TALL_64}[table]:
             yield str(config), [(prefill, {name: {width: config}}), *ANY_CONTEXT]
+
+
+def reference(case: Case) -> Patches:
+    """Return the values of modules of the reference: the tables as they are, `splitkv.py` for few rows."""
+    return [(few_rows, {"MAX_ROWS": 0})] if case.table == "few" else []
 
 
 def chosen(case: Case, part: str) -> list[tuple[str, Patches]]:
@@ -164,6 +186,34 @@ class Inputs:
         self.rows = Rows(slots * 0, positions, slots, index, table)
         self.q = randn(len(slots), heads.num_q * heads.dim, seed=3, dtype=BF16)
         self.out = torch.empty((len(slots), heads.num_q * heads.dim), dtype=torch.float32, device=GPU)
+        width = heads.num_q * heads.dim
+        random = torch.Generator(device=GPU).manual_seed(5)
+        self.weights = [
+            torch.empty((width, width), dtype=BF16, device=GPU).normal_(std=width**-0.5, generator=random)
+            for _ in range(CHAIN_WEIGHTS if case.table == "few" else 0)
+        ]
+
+    def chains(self, ops: TritonOps, count: int) -> list[Callable[[], Tensor]]:
+        """Return `count` chains of GEMM, attention and GEMM over rotating weights and caches."""
+        packed = [ops.forward.pack_linear(weight) for weight in self.weights]
+
+        def chain(i: int) -> Tensor:
+            query = ops.forward.linear(self.q, packed[2 * i % len(packed)])
+            cache = self.caches[i % len(self.caches)]
+            result = ops.forward.attention(query, self.rows, self.heads, cache)
+            return ops.forward.linear(result, packed[(2 * i + 1) % len(packed)])
+
+        return [partial(chain, i) for i in range(count)]
+
+    def chain_result(self, ops: TritonOps) -> Tensor:
+        """Return the results of some chains."""
+        ops.forward.begin_pass(self.rows)
+        return torch.stack([chain() for chain in self.chains(ops, 4)])
+
+    def chain_time(self, ops: TritonOps, rounds: int) -> float:
+        """Return the microseconds of a chain."""
+        ops.forward.begin_pass(self.rows)
+        return micros(self.chains(ops, max(16, len(self.caches))), rounds)
 
     def calls(self, ops: TritonOps, count: int) -> list[Callable[[], None]]:
         """Return `count` launches over rotating caches."""
@@ -194,18 +244,27 @@ def floor_us(case: Case) -> float:
     return round(max(reads, keys * case.heads.num_q * case.heads.dim * 4 / 700e6), 1)
 
 
-def measure(ops: TritonOps, case: Case, inputs: Inputs, part: str) -> dict[str, Any]:
+def measure(ops: TritonOps, early_ops: TritonOps, case: Case, inputs: Inputs, part: str) -> dict[str, Any]:
     """Check and time the variants of a case whose name contains `part`."""
-    want = inputs.result(ops)
-    assert not want.isnan().any(), "NaN in the result"
-    times = {"as it is": inputs.time(ops, 5)}
+    chain_times: dict[str, float] = {}
+    with patched(reference(case)):
+        want = inputs.result(ops)
+        assert not want.isnan().any(), "NaN in the result"
+        times = {"as it is": inputs.time(ops, 5)}
+        if inputs.weights:
+            want_of_chain = inputs.chain_result(early_ops)
+            chain_times["as it is"] = inputs.chain_time(early_ops, 9)
     wrong = []
     for name, patches in chosen(case, part):
         with patched(patches):
             try:
                 found = inputs.result(ops)
-                if torch.equal(found, want):
+                if inputs.weights and not torch.equal(inputs.chain_result(early_ops), want_of_chain):
+                    wrong.append(f"{name}: other bits in a chain")
+                elif torch.equal(found, want):
                     times[name] = inputs.time(ops, 5)
+                    if inputs.weights:
+                        chain_times[name] = inputs.chain_time(early_ops, 9)
                 else:
                     error = (found - want).abs().max().item()
                     wrong.append(f"{name}: {(found != want).sum().item()} elements differ by up to {error}")
@@ -214,20 +273,25 @@ def measure(ops: TritonOps, case: Case, inputs: Inputs, part: str) -> dict[str, 
     assert torch.equal(inputs.result(ops), want), "two runs of the tables differ"
     best = min(times, key=times.__getitem__)
     print(f"{case.name}: floor {floor_us(case)}, as it is {times['as it is']}, best {times[best]}: {best}")
+    for name, microseconds in chain_times.items():
+        print(f"  chain {microseconds}, alone {times[name]}: {name}", flush=True)
     for name in wrong:
         print(f"  OTHER BITS OR FAILED: {name}", flush=True)
-    return {"floor": floor_us(case), "best": best, "us": times, "other bits or failed": wrong}
+    report = {"floor": floor_us(case), "best": best, "us": times, "other bits or failed": wrong}
+    return {**report, "chain us": chain_times} if chain_times else report
 
 
-def compile_all(ops: TritonOps, held: dict[Case, Inputs], part: str) -> None:
+def compile_all(ops: TritonOps, early_ops: TritonOps, held: dict[Case, Inputs], part: str) -> None:
     """Compile the kernels of the variants whose name contains `part`, in parallel."""
 
     def launch(inputs: Inputs, patches: Patches) -> None:
         ops.forward.begin_pass(inputs.rows)
         with patched(patches):
             inputs.calls(ops, 1)[0]()
+            for chain in inputs.chains(early_ops, 1) if inputs.weights else ():
+                chain()
 
-    tables = {case: [[], *(patches for _, patches in chosen(case, part))] for case in held}
+    tables = {case: [reference(case), *(patches for _, patches in chosen(case, part))] for case in held}
     launches = [partial(launch, held[case], patches) for case in held for patches in tables[case]]
     compile_ahead(launches, lambda done, total: None)
 
@@ -241,15 +305,16 @@ def main() -> None:
     parser.add_argument("--variant", default="", help="part of the name of a variant")
     options = parser.parse_args()
     ops = TritonOps(GPU, pdl=False)  # an op alone is timed without its neighbours
+    early_ops = TritonOps(GPU, pdl=True)  # of chains
     report: dict[str, Any] = {}
     held = {case: Inputs(case) for case in CASES if options.only in case.name}
-    compile_all(ops, held, options.variant)
+    compile_all(ops, early_ops, held, options.variant)
     report["seconds to compile"] = round(time.perf_counter() - begun, 1)
     for case, inputs in held.items():
         if time.perf_counter() - begun > options.seconds:
             report[case.name] = "no time left"
         else:
-            report[case.name] = measure(ops, case, inputs, options.variant)
+            report[case.name] = measure(ops, early_ops, case, inputs, options.variant)
     report["seconds"] = round(time.perf_counter() - begun, 1)
     finish("attention_variants", report)
 
