@@ -12,14 +12,17 @@ on nothing but the row. Every reader sees the quantised row: element times scale
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
 
 SCALE_BYTES = 4  # of the fp32 scale of a quantised row
+CACHE_LINE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,4 +101,14 @@ class KVLayout:
     def allocate(self, num_pages: int, page_size: int, device: torch.device) -> list[Tensor]:
         """Return zeroed caches, one per layer."""
         shape = self.shape(num_pages, page_size)
-        return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)]
+        return [_zeros(shape, self.dtype, device) for _ in range(self.num_layers)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On the CPU pages of memory are mapped when they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + CACHE_LINE_BYTES, dtype=np.uint8)
+    skip = -raw.ctypes.data % CACHE_LINE_BYTES
+    return torch.from_numpy(raw[skip : skip + size]).view(dtype).view(shape)
