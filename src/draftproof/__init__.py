@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from draftproof.registry import no_collection
+
 if TYPE_CHECKING:
     from draftproof.async_llm import AsyncLLM as AsyncLLM
     from draftproof.config import EngineConfig as EngineConfig
@@ -66,4 +68,5 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use, so that `draftproof --help` does not wait for torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'draftproof' has no attribute {name!r}")
-    return getattr(import_module(f"draftproof.{_HOMES[name]}"), name)
+    with no_collection():
+        return getattr(import_module(f"draftproof.{_HOMES[name]}"), name)

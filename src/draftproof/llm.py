@@ -48,6 +48,11 @@ class LLM(EngineOperations, InputProcessor):
     engine: Engine
 
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
+        with _no_full_collection():
+            self._load(model, options)
+
+    def _load(self, model: str, options: dict[str, Any]) -> None:
+        """Read the model and build everything that generates from it."""
         self.config = EngineConfig.parse(model, options)
         checkpoint = load_for(self.config)
         self.tokenizer = _find_tokenizer(self.config, checkpoint)

@@ -18,6 +18,20 @@ from numba.core.caching import IndexDataCacheFile
 from draftproof.numba_jit import native
 from draftproof.ops.cpu.jit.compile import KernelFiles, SourceCache, _closure_key
 
+LOOP = """
+import sys
+import numpy as np
+from draftproof.numba_jit import native
+
+@native()
+def doubled(values):
+    out = np.empty_like(values)
+    for i in range(len(values)):
+        out[i] = 2 * values[i]
+    return out
+
+print(doubled(np.arange(3)), "numba.np.arraymath" in sys.modules)
+"""
 VARIANTS = Path(__file__).parents[1] / "support" / "kernel_variants.py"
 
 
@@ -104,3 +118,12 @@ def test_native_loops_compile_without_cache_folder(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="no locator"):
         SourceCache(twice)
     assert native()(twice)(4) == 8 and native("i8(i8)", boundscheck=False)(twice)(4) == 8
+
+
+def test_cached_loop_runs_without_the_functions_of_the_compiler(tmp_path: Path) -> None:
+    """Compile a loop in one process and load it in another."""
+    path = tmp_path / "loop.py"
+    path.write_text(LOOP)
+    for is_compiled in ("True", "False"):
+        result = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+        assert result.stdout.split("\n")[0] == f"[0 2 4] {is_compiled}"

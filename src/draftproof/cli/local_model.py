@@ -12,6 +12,7 @@ from rich.text import Text
 
 from draftproof.cli.engine_options import add_engine_options, add_model, read_engine_options
 from draftproof.cli.render import RenderedOutput, render
+from draftproof.registry import no_collection
 
 if TYPE_CHECKING:
     from draftproof.llm import LLM
@@ -43,7 +44,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def load_model(options: argparse.Namespace, console: Console, names: Sequence[str] = ENGINE_OPTIONS) -> LLM:
     """Load the model and run one short request, which compiles what is not compiled yet."""
-    from draftproof.llm import LLM
+    with no_collection():
+        from draftproof.llm import LLM
 
     params = sampling_params(options)  # refuses wrong parameters before a model is loaded
     engine_options = read_engine_options(options, names)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftproof.errors import DraftproofError
+from draftproof.registry import no_collection
 from draftproof.serve.ipc.status import socket_address
 
 if TYPE_CHECKING:
@@ -53,11 +54,10 @@ def main() -> int:
     logging.basicConfig(level=job["log_level"], format="%(asctime)s %(levelname)s worker: %(message)s")
     threading.Thread(target=_watch_life_line, args=(folder,), name="draftproof-life", daemon=True).start()
     try:
-        gc.disable()  # imports leave hardly any garbage, and collections take an eighth of their time
-        from draftproof.llm import LLM
-        from draftproof.serve.worker.worker import Worker
+        with no_collection():
+            from draftproof.llm import LLM
+            from draftproof.serve.worker.worker import Worker
 
-        gc.enable()
         llm = LLM(job["model"], **job["options"])
         worker = Worker(llm, socket_address(folder), job["options"])
     except Exception as error:

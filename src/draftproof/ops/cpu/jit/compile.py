@@ -13,17 +13,21 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
 from numba import _dynfunc, njit, types
 from numba.core.bytecode import FunctionIdentity
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.extending import intrinsic
+
+from draftproof.numba_jit import LightCache
+from draftproof.registry import no_collection
 
 # (address of int64 arguments, rows, thread, threads, address of the thread's scratch)
 KERNEL_SIGNATURE = types.void(*[types.int64] * 5)
@@ -104,7 +108,16 @@ class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
             return None
 
 
-class SourceCache(FunctionCache):  # type: ignore[misc]
+@cache
+def _source_digest() -> str:
+    """Return a hash of every file of this package."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class SourceCache(LightCache):
     """Disk cache of numba, valid only while every file of this package is unchanged.
 
     numba looks at the file of the cached function alone, so an edited helper in another file would
@@ -113,10 +126,7 @@ class SourceCache(FunctionCache):  # type: ignore[misc]
 
     def __init__(self, py_func: Callable[..., Any]) -> None:
         super().__init__(py_func)
-        digest = hashlib.sha256()
-        for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-            digest.update(path.read_bytes())
-        self._cache_file = KernelFiles(self._cache_path, self._impl.filename_base, digest.hexdigest())
+        self._cache_file = KernelFiles(self._cache_path, self._impl.filename_base, _source_digest())
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Return the key of a kernel; the key of numba has a random number for each device function."""
@@ -146,7 +156,8 @@ class Kernel:
                 compiled = CFunc(self.fn, (args, result), locals={}, options=dict(OPTIONS))
                 with suppress(RuntimeError):  # no writable folder: compiled at every start
                     compiled._cache = SourceCache(self.fn)
-                compiled.compile()
+                with no_collection():
+                    compiled.compile()
                 self._compiled = compiled
             return int(self._compiled.address)
 
