@@ -20,8 +20,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 import triton_interpreter  # noqa: F401  # before the kernels
@@ -45,6 +43,7 @@ from draftproof.ops.triton.quantized import gemm as quantized
 from draftproof.ops.triton.quantized.rows import QuantizedRows, prepare_rows
 from draftproof.ops.triton.sampling import topk, topk_topp
 from draftproof.train.model import loss
+from merge_kernels import merge_rows_kernel
 from opcheck import Paged, assert_close, bits
 from quantized_files import MXFP4_GROUP, mxfp4_weight
 
@@ -449,12 +448,6 @@ def work_lists_sort_tiles_by_keys() -> None:
     near = listed(rows, 2, 2, span)  # slot 2 sees spans 4 and 5: its first key is in span 4
     want = [(0, 0), (2, 0), (3, 0), (4, 0)]
     assert near[1 : 1 + near[0]].tolist() == [row * chunks + part for row, part in want]
-
-
-@triton.jit
-def merge_rows_kernel(parts, stats, out, spans, count, HEADS: tl.constexpr, D: tl.constexpr):
-    """Merge the spans of one row by `merge_rows`, for comparison."""
-    merge.merge_rows(parts, stats, None, out, 0, 1, 0, spans, 0, count, 1, HEADS, D, D, HEADS, 4)
 
 
 @check
