@@ -19,7 +19,6 @@ import numpy as np
 from draftproof.ops.cpu.attention.kv import (
     FLOAT,
     SCALE_BYTES,
-    copy_kv_bf16,
     element_bytes,
     key_stride,
     kv_offset,
@@ -27,12 +26,21 @@ from draftproof.ops.cpu.attention.kv import (
     scale_offset,
     token_index,
 )
-from draftproof.ops.cpu.gemm.microkernel import COLUMNS, MAX_ROWS, panel_f32, transpose, transpose_bf16
+from draftproof.ops.cpu.gemm.microkernel import COLUMNS, MAX_ROWS, panel_cached, transpose, transpose_bf16
 from draftproof.ops.cpu.jit import simd as v
-from draftproof.ops.cpu.jit.compile import device, f64_of_bits, inlined, load_f32, load_i64, store_f32
+from draftproof.ops.cpu.jit.compile import (
+    device,
+    f64_of_bits,
+    inlined,
+    load_f32,
+    load_i64,
+    prefetch,
+    store_f32,
+)
 
 SPLIT = 128  # keys per split
 BLOCK = COLUMNS  # keys that are unpacked at a time
+PREFETCH_KEYS = 16  # distance at which K is prefetched
 MAX_QUERIES = 48  # (row, head) pairs that share a pass over K and V
 _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-3.0e38)
@@ -78,12 +86,8 @@ def _gather(
     columns: int,
     bf16: bool,
     form: int,
-    widen: bool,
 ) -> None:
-    """Write out [last - first, wide]: the first columns of the head's vectors of keys [first, last).
-
-    The vectors are in fp32, or as they are stored if they are bf16 and not `widen`.
-    """
+    """Write out [last - first, wide] fp32: the first columns of the head's vectors of keys [first, last)."""
     size = element_bytes(bf16, form)
     num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
     num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
@@ -102,13 +106,50 @@ def _gather(
                 for i in range(0, columns, 16):
                     v.store(dst + 4 * i, v.mul(load_kv(src, i, columns - i, bf16, form), scale))
                 scale_at += SCALE_BYTES
-            elif bf16 and not widen:
-                copy_kv_bf16(out + (key - first) * wide * 2, src, columns)
             else:
                 for i in range(0, columns, 16):
                     v.store(dst + 4 * i, load_kv(src, i, columns - i, bf16, form))
             src += key_stride(num_kv, dim, size)
             key += 1
+
+
+@device
+def _prefetch_keys(args: int, slot: int, head: int, key: int) -> None:
+    """Prefetch the head's bf16 K of the keys that are read next and V of keys [key, key + 8)."""
+    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
+    num_pages, page_size, max_pages = (
+        arg(args, ARG.num_pages),
+        arg(args, ARG.page_size),
+        arg(args, ARG.max_pages),
+    )
+    pages = arg(args, ARG.page_table) + slot * max_pages * 4
+    at = token_index(pages, key, page_size, num_pages)
+    ahead = token_index(pages, min(key + PREFETCH_KEYS, (max_pages - 1) * page_size), page_size, num_pages)
+    values = arg(args, ARG.values) + kv_offset(at, head, page_size, num_kv, dim, 2, FLOAT)
+    keys = arg(args, ARG.cache) + kv_offset(ahead, head, page_size, num_kv, dim, 2, FLOAT)
+    stride = key_stride(num_kv, dim, 2)
+    for i in range(8):
+        for line in range(0, 2 * dim, 64):
+            prefetch(keys + i * stride + line)
+            prefetch(values + i * stride + line)
+
+
+@device
+def _transpose_pages(args: int, slot: int, head: int, first: int, last: int, out: int) -> None:
+    """Write out [dim, BLOCK]: the head's bf16 vectors of keys [first, last) in fp32, transposed.
+
+    Eight keys at a time are read where they are stored: `page_size` and `dim` are multiples of 8.
+    """
+    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
+    num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
+    pages = arg(args, ARG.page_table) + slot * arg(args, ARG.max_pages) * 4
+    stride = key_stride(num_kv, dim, 2)
+    for key in range(first, last, 8):
+        _prefetch_keys(args, slot, head, key)
+        index = token_index(pages, key, page_size, num_pages)
+        src = arg(args, ARG.cache) + kv_offset(index, head, page_size, num_kv, dim, 2, FLOAT)
+        for d in range(0, dim, 8):
+            transpose_bf16(src + 2 * d, stride, out + (d * BLOCK + key - first) * 4, BLOCK * 4)
 
 
 @inlined
@@ -232,7 +273,7 @@ def _add_weighted_values(
                         a = weights + (j * SPLIT + lo - split) * 4
                         b = values + ((lo - start) * wide + column) * 4
                         c = sums + (j * wide + column) * 4
-                        panel_f32(rows, a, SPLIT * 4, b, wide * 4, c, wide * 4, hi - lo)
+                        panel_cached(rows, a, SPLIT * 4, b, wide * 4, c, wide * 4, hi - lo)
 
 
 @device
@@ -260,7 +301,8 @@ def split_fma(
     out_wide = (out_dim + COLUMNS - 1) // COLUMNS * COLUMNS
     part_state = part + queries * out_wide * 4
     cache, values = arg(args, ARG.cache), arg(args, ARG.values)
-    is_raw = bf16 and form == FLOAT  # keys are transposed as they are stored
+    is_raw = bf16 and form == FLOAT
+    whole = arg(args, ARG.page_size) % 8 == 0 and dim % 8 == 0  # keys are transposed where they are stored
 
     qs = scratch  # [queries, wide] fp32, scaled
     scores = qs + queries * wide * 4  # [queries, SPLIT]
@@ -280,22 +322,22 @@ def split_fma(
                 v.store(qs + (i * wide + d) * 4, x)
     lowest = lowest // BLOCK * BLOCK
     for start in range(lowest, highest, BLOCK):
-        _gather(args, cache, slot, head, start, min(start + BLOCK, highest), lines, dim, bf16, form, False)
-        step, line_size = (8, 2) if is_raw else (16, 4)
-        for d in range(0, dim, step):
-            for key in range(0, BLOCK, step):
-                src, dst = lines + (key * wide + d) * line_size, transposed + (d * BLOCK + key) * 4
-                if is_raw:
-                    transpose_bf16(src, wide * line_size, dst, BLOCK * 4)
-                else:
-                    transpose(src, wide * line_size, dst, BLOCK * 4)
+        end = min(start + BLOCK, highest)
+        if is_raw and whole:
+            _transpose_pages(args, slot, head, start, end, transposed)
+        else:
+            _gather(args, cache, slot, head, start, end, lines, dim, bf16, form)
+            for d in range(0, dim, 16):
+                for key in range(0, BLOCK, 16):
+                    src, dst = lines + (key * wide + d) * 4, transposed + (d * BLOCK + key) * 4
+                    transpose(src, wide * 4, dst, BLOCK * 4)
         at = scores + (start - split) * 4
         for i in range(queries):
             for key in range(0, BLOCK, 16):
                 v.store(at + (i * SPLIT + key) * 4, v.splat(_ZERO))
         for i in range(0, queries, MAX_ROWS):
             n = min(MAX_ROWS, queries - i)
-            panel_f32(
+            panel_cached(
                 n, qs + i * wide * 4, wide * 4, transposed, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim
             )
     for i in range(queries):
@@ -309,7 +351,7 @@ def split_fma(
             store_f32(part_state + 8 * i + 4, mass)
     for start in range(lowest, highest, BLOCK):
         end = min(start + BLOCK, highest)
-        _gather(args, values, slot, head, start, end, lines, out_dim, bf16, form, True)
+        _gather(args, values, slot, head, start, end, lines, out_dim, bf16, form)
         _add_weighted_values(
             queries, group, positions, window, split, start, end, scores, lines, part, out_wide
         )

@@ -22,7 +22,7 @@ UNROLL = 4  # steps whose elements of A are loaded at once, where an instruction
 _PREFETCH = 4096  # bytes ahead in B; one row alone does not hide the memory latency
 
 
-def _panel_of(rows: int, bf16: bool) -> Any:
+def _panel_of(rows: int, bf16: bool, prefetches: bool) -> Any:
     """Return an intrinsic (a, a_stride, b, b_stride, c, c_stride, steps) for a fixed number of rows."""
     has_avx512 = bool(binding.get_host_cpu_features().get("avx512f"))
     # several passes are faster than more sums than the registers hold
@@ -30,25 +30,27 @@ def _panel_of(rows: int, bf16: bool) -> Any:
 
     def build(builder: Any, args: Any) -> None:
         if vectors == VECTORS:
-            _Pass(builder, args, rows, bf16, VECTORS).emit(1 if has_avx512 else UNROLL)
+            _Pass(builder, args, rows, bf16, VECTORS, prefetches).emit(1 if has_avx512 else UNROLL)
             return
         a, a_stride, b, b_stride, c, c_stride, steps = args
         with cgutils.for_range(builder, I64(VECTORS), intp=I64) as loop:
             from_b = builder.add(b, builder.mul(loop.index, I64(LANES * (2 if bf16 else 4))))
             from_c = builder.add(c, builder.mul(loop.index, I64(LANES * 4)))
             part = a, a_stride, from_b, b_stride, from_c, c_stride, steps
-            _Pass(builder, part, rows, bf16, 1).emit(UNROLL)
+            _Pass(builder, part, rows, bf16, 1, prefetches).emit(UNROLL)
 
-    return op(void, [i64] * 7, build, f"panel_{'bf16' if bf16 else 'fp32'}_{rows}_{vectors}")
+    return op(void, [i64] * 7, build, f"panel_{'bf16' if bf16 else 'fp32'}_{rows}_{vectors}_{prefetches}")
 
 
 class _Pass:
     """Emission of the loop over the steps for the first vectors of columns."""
 
-    def __init__(self, builder: Any, args: Any, rows: int, bf16: bool, vectors: int) -> None:
+    def __init__(
+        self, builder: Any, args: Any, rows: int, bf16: bool, vectors: int, prefetches: bool
+    ) -> None:
         self.builder, self.rows, self.columns = builder, rows, range(vectors)
         self.a, self.a_stride, self.b, self.b_stride, self.c, self.c_stride, self.steps = args
-        self.bf16, self.size = bf16, 2 if bf16 else 4
+        self.bf16, self.size, self.prefetches = bf16, 2 if bf16 else 4, prefetches
         self.fma = llvm("llvm.fma.v16f32", VF, [VF, VF, VF])
 
     def emit(self, unroll: int) -> None:
@@ -78,7 +80,7 @@ class _Pass:
             lines.append(self._row(builder.add(base, builder.mul(I64(self.size), index)), count))
         for step in range(count):
             b = builder.add(self.b, builder.mul(self.b_stride, builder.add(index, I64(step))))
-            for line in range(0, len(self.columns) * LANES * self.size, 64):
+            for line in range(0, len(self.columns) * LANES * self.size if self.prefetches else 0, 64):
                 emit_prefetch(builder, builder.inttoptr(builder.add(b, I64(_PREFETCH + line)), PTR))
             vectors = [self._vector(builder.add(b, I64(LANES * self.size * i))) for i in self.columns]
             for i, slot in enumerate(slots):
@@ -107,8 +109,8 @@ class _Pass:
         return widen_bf16(self.builder, load_value(self.builder, addr, VH))
 
 
-def _panel(bf16: bool) -> Any:
-    one, two, three, four = (_panel_of(rows, bf16) for rows in (1, 2, 3, 4))
+def _panel(bf16: bool, prefetches: bool) -> Any:
+    one, two, three, four = (_panel_of(rows, bf16, prefetches) for rows in (1, 2, 3, 4))
 
     @device
     def panel(
@@ -127,7 +129,8 @@ def _panel(bf16: bool) -> Any:
     return panel
 
 
-panel_f32, panel_bf16 = _panel(False), _panel(True)
+panel_f32, panel_bf16 = _panel(False, True), _panel(True, True)
+panel_cached = _panel(False, False)  # where B is in the cache
 
 
 def _exchange(builder: Any, lines: list[Any]) -> None:

@@ -218,6 +218,8 @@ def _store(builder: Any, args: Any) -> None:
     builder.store(args[1], pointer(builder, args[0]))
 
 
+prefetch = op(void, [i64], lambda b, a: emit_prefetch(b, pointer(b, a[0])))
+
 _SCALARS = ((i64, I64), (f32, F32), (f64, F64))
 load_i64, load_f32, load_f64 = (op(kind, [i64], _load(elem)) for kind, elem in _SCALARS)
 load_i32 = op(i64, [i64], lambda b, a: b.sext(_load(I32)(b, a), I64))
