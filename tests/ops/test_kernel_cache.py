@@ -32,6 +32,20 @@ def doubled(values):
 
 print(doubled(np.arange(3)), "numba.np.arraymath" in sys.modules)
 """
+PARALLEL = """
+import os
+import sys
+import kernel_variants
+from draftproof.ops.cpu.jit import parallel_compile
+
+made = [kernel_variants.make(value) for value in range(1, 7)]
+parallel_compile._num_cores = lambda: 3
+if sys.argv[1:] == ["ends"]:  # a child ends before it has compiled anything
+    parallel_compile.new_symbol_numbers = lambda: os._exit(1)
+parallel_compile.compile_kernels(made)
+print(sum(kernel._compiled is None for kernel in made), sum(kernel.is_available for kernel in made))
+print(*(kernel_variants.stored(value) for value in range(1, 7)))
+"""
 VARIANTS = Path(__file__).parents[1] / "support" / "kernel_variants.py"
 
 
@@ -103,6 +117,24 @@ def test_cached_kernel_beside_a_compiled_one_keeps_its_code(tmp_path: Path) -> N
     stored_by_kernels(control, "1", "1")
     two, wrong = stored_by_kernels(control, "2,1", "1")  # symbols numbered from 1, as numba does
     assert wrong == two != one
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux only")
+def test_children_compile_the_same_kernels(tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    expected = stored_by_kernels(alone, "1,2,3,4,5,6")
+    for name in ("parallel", "ends"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / VARIANTS.name).write_text(VARIANTS.read_text())
+        (folder / "run.py").write_text(PARALLEL)
+        command = [sys.executable, str(folder / "run.py"), name]
+        result = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        compiled_by_children, available = int(result[0]), int(result[1])
+        assert (compiled_by_children > 0) == (name == "parallel") and available == 6
+        assert result[2:] == expected
 
 
 def test_native_loops_compile_without_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ class Executor:
     def __init__(self, threads: int) -> None:
         self.team = Team(threads)
         self.recorder: Recorder | None = None
+        self.later: list[Kernel] = []  # needed after a pass, and compiled with its kernels
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate the output of a call, in the recorded program while recording."""
@@ -46,7 +47,7 @@ class Executor:
         several = [kernels] if isinstance(kernels, Kernel) else kernels
         if self.recorder is not None:
             for each in several:
-                self.recorder.call(each.address, outputs, inputs, constants, scratch)
+                self.recorder.call(each, outputs, inputs, constants, scratch)
             return
         if rows == 0:
             return
@@ -79,8 +80,9 @@ class Captured:
             results = self._forward(Rows(tokens, positions, slots, kv_index, page_table), *self._inputs)
         finally:
             self._run.recorder = None
-        release_start_up_memory()  # recording has compiled or read nearly all kernels
-        return recorder.finish(results)
+        program = recorder.finish(results, self._run.later)
+        release_start_up_memory()  # nearly all kernels are loaded
+        return program
 
     def __call__(self, rows: Rows, *inputs: Tensor) -> tuple[Tensor, ...]:
         count = rows.tokens.shape[0]

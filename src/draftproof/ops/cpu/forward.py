@@ -124,8 +124,11 @@ class CpuForward(CpuLatent):
         tokens = check_ints("tokens", tokens)
         if isinstance(table, QuantizedTable):
             packed, out = table.packed, self._run.new((tokens.shape[0], table.shape[1]), table.dtype)
-            make = QUANTIZED_FORMATS[packed.format].embed
+            form = QUANTIZED_FORMATS[packed.format]
+            make = form.embed
             assert make is not None
+            if self._run.recorder is not None:  # a tied table is multiplied for the logits
+                self._run.later.append(form.kernel(packed, False))
             sizes = (packed.weight, packed.columns, packed.depth)
             self._run.call(make(packed, table.dtype), tokens.shape[0], [out], [tokens], sizes, small=True)
             return out

@@ -24,6 +24,7 @@ from numba.core.caching import IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from draftproof.numba_jit import LightCache
@@ -36,7 +37,14 @@ KERNEL_SIGNATURE = types.void(*[types.int64] * 5)
 # device functions made by one factory. A kernel from the disk cache and one compiled here may then have one
 # symbol for different code, and the linker keeps the first. Random first numbers make symbols unique.
 SYMBOL_NUMBER_BITS = 62
-FunctionIdentity._unique_ids = itertools.count(secrets.randbits(SYMBOL_NUMBER_BITS))
+
+
+def new_symbol_numbers() -> None:
+    """Give symbols of this process numbers from a random one on; needed again after a fork."""
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(SYMBOL_NUMBER_BITS))
+
+
+new_symbol_numbers()
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
@@ -101,6 +109,10 @@ class KernelFiles(IndexDataCacheFile):  # type: ignore[misc]
     def save(self, key: Any, data: Any) -> None:
         self._save_data(self._name(key), data)
 
+    def has(self, key: Any) -> bool:
+        """Return whether there is a file for `key`."""
+        return Path(self._data_path(self._name(key))).exists()
+
     def load(self, key: Any) -> Any:
         try:
             return self._load_data(self._name(key))
@@ -132,6 +144,10 @@ class SourceCache(LightCache):
         """Return the key of a kernel; the key of numba has a random number for each device function."""
         return sig, codegen.magic_tuple(), _closure_key(self._py_func)
 
+    def has(self, sig: Any, codegen: Any) -> bool:
+        """Return whether the kernel is in the cache."""
+        return self._cache_file.has(self._index_key(sig, codegen))
+
 
 def _closure_key(fn: Callable[..., Any]) -> Any:
     """Return the module and name of a function, and the values in its closure, the same in every process."""
@@ -152,14 +168,28 @@ class Kernel:
     def address(self) -> int:
         with self._lock:
             if self._compiled is None:
-                args, result = self.signature.args, self.signature.return_type
-                compiled = CFunc(self.fn, (args, result), locals={}, options=dict(OPTIONS))
-                with suppress(RuntimeError):  # no writable folder: compiled at every start
-                    compiled._cache = SourceCache(self.fn)
-                with no_collection():
-                    compiled.compile()
-                self._compiled = compiled
+                self._compiled = self.compiled()
             return int(self._compiled.address)
+
+    @property
+    def is_available(self) -> bool:
+        """Return whether nothing is left to compile, or nothing that another process could leave here."""
+        if self._compiled is not None:
+            return True
+        try:
+            return SourceCache(self.fn).has(self.signature, cpu_target.target_context.codegen())
+        except RuntimeError:  # no writable folder
+            return True
+
+    def compiled(self) -> CFunc:
+        """Return the compiled or cached function."""
+        args, result = self.signature.args, self.signature.return_type
+        made = CFunc(self.fn, (args, result), locals={}, options=dict(OPTIONS))
+        with suppress(RuntimeError):  # no writable folder: compiled at every start
+            made._cache = SourceCache(self.fn)
+        with no_collection():
+            made.compile()
+        return made
 
 
 kernel = Kernel  # as a decorator of `fn(args, rows, thread, threads, scratch)`

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import DraftproofError
+from draftproof.ops.cpu.jit.compile import Kernel
+from draftproof.ops.cpu.jit.parallel_compile import compile_kernels
 from draftproof.ops.cpu.jit.thread_pool import WIDTH, aligned_bytes
 
 LINE = 64  # bytes; arena buffers start on a cache line
@@ -50,6 +52,7 @@ class Recorder:
     inputs: Sequence[Tensor]  # static tensors that calls read in place
     scratch: int = 0
     calls: list[list[int]] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)  # of each call
     buffers: list[Buffer] = field(default_factory=list)
     held: list[object] = field(default_factory=list)  # weights and caches, kept alive
     _starts: list[int] = field(default_factory=list)  # provisional addresses, ascending
@@ -82,14 +85,15 @@ class Recorder:
 
     def call(
         self,
-        address: int,
+        kernel: Kernel,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         constants: Sequence[Argument],
         scratch: int,
     ) -> None:
         """Append a kernel call; its words are the outputs, the inputs, then the constants."""
-        line = [address]
+        line = [0]  # the address of the kernel, once all kernels are known
+        self.kernels.append(kernel)
         for tensor in (*outputs, *inputs):
             found = self.find(tensor)
             if found is not None:
@@ -104,8 +108,11 @@ class Recorder:
         self.calls.append(line + [0] * (WIDTH - len(line)))
         self.scratch = max(self.scratch, scratch)
 
-    def finish(self, results: Sequence[Tensor]) -> Program:
-        """Return the program, with every buffer at its final address."""
+    def finish(self, results: Sequence[Tensor], later: Sequence[Kernel] = ()) -> Program:
+        """Return the program, with every buffer at its final address.
+
+        Kernels that are needed `later` are compiled at the same time.
+        """
         ends: list[tuple[int, int]] = []
         for result in results:
             found = self.find(result)
@@ -117,6 +124,9 @@ class Recorder:
             [(b.tensor.numel() * b.tensor.element_size(), b.first_use, b.last_use) for b in self.buffers]
         )
         arena = aligned_bytes(size)
+        compile_kernels([*self.kernels, *later])
+        for line, kernel in zip(self.calls, self.kernels, strict=True):
+            line[0] = kernel.address
         for call, word, buffer, offset in self._uses:
             self.calls[call][word] = arena.ctypes.data + places[buffer] + offset
         views = []

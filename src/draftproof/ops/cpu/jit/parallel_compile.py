@@ -1,0 +1,83 @@
+"""Compilation of kernels on all cores: numba compiles one function at a time in a process.
+
+Forked children compile kernels into the disk cache, from which this process loads them. All processes take
+the next kernel from one pipe. A kernel that a child does not finish is compiled when its address is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from numba.core.compiler_lock import global_compiler_lock
+
+from draftproof.ops.cpu.jit.compile import Kernel, new_symbol_numbers
+
+MAX_PROCESSES = 8
+
+
+def compile_kernels(kernels: Sequence[Kernel]) -> None:
+    """Compile the kernels that are neither loaded nor in the disk cache, if several cores can do it."""
+    missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_available]
+    missing.sort(key=lambda kernel: _code_bytes(kernel.fn, set()), reverse=True)
+    missing = missing[:256]  # an index is one byte
+    count = min(_num_cores(), MAX_PROCESSES, len(missing)) - 1
+    if count < 1:
+        return
+    queue, end = os.pipe()
+    os.write(end, bytes(range(len(missing))))
+    os.close(end)
+    children: list[int] = []
+    try:
+        with global_compiler_lock:  # no other thread changes the state of the compiler that a child copies
+            children += [_fork(missing, queue) for _ in range(count)]
+        _compile_next(queue, lambda i: missing[i].address)
+    except BaseException:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        os.close(queue)
+        for child in children:
+            with suppress(ChildProcessError):  # SIGCHLD is ignored in this process
+                os.waitpid(child, 0)
+
+
+def _num_cores() -> int:
+    """Return the cores that this process may use; 1 where a fork of a process with threads is not safe."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+
+
+def _compile_next(queue: int, compiled: Callable[[int], object]) -> None:
+    while taken := os.read(queue, 1):
+        compiled(taken[0])
+
+
+def _fork(kernels: Sequence[Kernel], queue: int) -> int:
+    """Start a child that compiles kernels of the queue; return its process id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child uses none of the threads' locks
+        child = os.fork()
+    if child:
+        return child
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        new_symbol_numbers()
+        _compile_next(queue, lambda i: kernels[i].compiled())
+    finally:
+        os._exit(0)
+
+
+def _code_bytes(fn: Callable[..., Any], seen: set[Any]) -> int:
+    """Return the bytes of code of a function and of the device functions it calls."""
+    seen.add(fn)
+    values = [cell.cell_contents for cell in fn.__closure__ or ()]
+    values += [fn.__globals__.get(name) for name in fn.__code__.co_names]
+    called = [value.py_func for value in values if hasattr(value, "py_func")]
+    return len(fn.__code__.co_code) + sum(_code_bytes(one, seen) for one in called if one not in seen)
