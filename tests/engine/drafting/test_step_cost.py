@@ -148,3 +148,22 @@ def test_drafts_of_padded_steps_have_no_cost_by_context() -> None:
     for i in range(40):
         cost.observe(16 if i % 4 else 1, 5000, 3.0 if i % 4 else 1.5, num_drafts=15 if i % 4 else 0)
     assert cost.table_for(1, 5000) is cost.table
+
+
+def test_a_large_batch_behind_a_small_one_sees_what_its_drafts_cost() -> None:
+    """One request pays 0.1 ms besides rows and keys; taken for context, it would hide the rows of 256."""
+    base = {1: 0.35, 8: 0.38, 64: 0.5, 256: 0.78, 512: 0.97, 1024: 1.35}  # ms on an H200, SmolLM2-135M
+    cost, per_key = StepCost(base), 11e-6
+
+    def run(num_steps: int, requests: int, keys: int) -> float:
+        """Observe steps with 3 drafts per request, one in 16 without; return the factor they seem to cost."""
+        for i in range(num_steps):
+            drafts = 3 * requests if i % 16 else 0
+            size = next(size for size in base if size >= requests + drafts)
+            cost.observe(requests + drafts, keys + i, base[size] + 0.1 + per_key * keys, num_drafts=drafts)
+        context = cost.context_seconds(keys)
+        return (cost.row_seconds(4 * requests) + context) / (cost.row_seconds(requests) + context)
+
+    for _ in range(3):
+        run(64, 1, 100)
+        assert run(64, 256, 85_000) == pytest.approx((1.35 + 0.1 + 0.93) / (0.78 + 0.1 + 0.93), rel=0.07)

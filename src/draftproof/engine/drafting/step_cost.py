@@ -5,8 +5,8 @@
 `base` is timed at start-up on empty steps, so it has no cost of context: `keys` is the number of stored
 tokens that the requests of a step read. The other terms are exponentially weighted averages of the error of
 past predictions. A share of each error goes to the correction of the step's size and, less, of sizes near
-it. Of a step without drafts a share also goes to `per_key`, which takes up whatever else a step costs besides
-its rows. A step with drafts corrects neither `per_key` nor smaller sizes: its rows read the same keys several
+it. Of a step without drafts a share also goes to `per_key`, the more the larger the context's part of the
+prediction is. A step with drafts corrects neither `per_key` nor smaller sizes: its rows read the same keys several
 times. A step without drafts would seem as slow, and drafts free.
 
 On the CPU attention computes each row with each of its keys, so a draft costs more the longer the context is.
@@ -30,8 +30,9 @@ import numpy as np
 from draftproof.array_types import Floats64
 
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
-CONTEXT_RATE = 1 / 16  # share of a prediction error that goes to the cost of a key
-FAST_CONTEXT_RATE = 1 / 6  # and where the step took less: it may be slowed by others, not sped up
+CONTEXT_RATE = 1 / 4  # of an error, times the share of context in the prediction: goes to the cost of a key
+MIN_ERROR_SHARE = 1 / 8  # at least, so that a cost of zero can rise
+MAX_CONTEXT_FACTOR = 1.5  # times a step's seconds: timed rows and context cannot take more
 FIRST_CONTEXT_STEPS = 4  # observed steps without drafts that set the cost of a key; with drafts: of a draft
 DRAFT_CONTEXT_RATE = 1 / 4  # and of a step with drafts to the cost of a key of a draft
 SIZE_RATE = 1 / 16  # and to the correction of the step's size; more in its first steps
@@ -72,6 +73,7 @@ class StepCost:
         self._base = np.maximum.accumulate([seconds[size] for size in self._sizes])  # less would be noise
         self._interpolate = interpolate
         self._rows = list(range(1, self._sizes[-1] + 1)) if interpolate else self._sizes
+        self._timed: list[float] = np.interp(self._rows, self._sizes, self._base).tolist()
         self.table = np.array([self._rows, self._rows], np.float64)
         octaves = np.log2(self._sizes)
         self._influence = np.exp(-np.abs(octaves[:, None] - octaves) / NEIGHBOUR_OCTAVES)
@@ -128,6 +130,7 @@ class StepCost:
 
     def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int, num_drafts: int) -> None:
         draft, has_drafts = self.draft_seconds(num_drafting), num_drafts > 0
+        self._bound_context(rows, keys, seconds - draft)
         if self.num_plain_steps < FIRST_CONTEXT_STEPS and not has_drafts:
             self._start_context(keys, seconds - self.row_seconds(rows) - draft)
             return
@@ -147,7 +150,8 @@ class StepCost:
         error = min(error, MAX_ERROR_SHARE * expected)
         if not has_drafts:
             self.num_plain_steps += 1
-            moved = (CONTEXT_RATE if error > 0 else FAST_CONTEXT_RATE) * error
+            share = max(self.context_seconds(keys) / expected, MIN_ERROR_SHARE)
+            moved = CONTEXT_RATE * share * error
             self._per_key += moved / keys
             error -= moved
         elif draft_keys:
@@ -166,6 +170,16 @@ class StepCost:
         else:  # it may be cheaper by now, which is not observed while the model does not run
             self._draft_overhead *= 1 - DRAFT_DECAY
         self._fill_table()
+
+    def _bound_context(self, rows: int, keys: int, seconds: float) -> None:
+        """Lower `per_key` at once where a step took far less than its timed rows and its context.
+
+        Steps with drafts count too: they read the keys at least once. A cost that was learned from few keys
+        may be many times too high: whatever a step costs besides its rows was divided by them.
+        """
+        timed = self._timed[bisect_left(self._rows, rows)]
+        if timed + self._per_key * keys > MAX_CONTEXT_FACTOR * seconds:
+            self._per_key = min(self._per_key, max(0.0, seconds - timed) / keys)
 
     def _start_context(self, keys: int, seconds: float) -> None:
         """Set `per_key` from the first steps: the smallest, because a first step is often slow.
