@@ -6,8 +6,8 @@
 tokens that the requests of a step read. The other terms are exponentially weighted averages of the error of
 past predictions. A share of each error goes to the correction of the step's size and, less, of sizes near
 it. Of a step without drafts a share also goes to `per_key`, the more the larger the context's part of the
-prediction is. A step with drafts corrects neither `per_key` nor smaller sizes: its rows read the same keys several
-times. A step without drafts would seem as slow, and drafts free.
+prediction is. A step with drafts corrects neither `per_key` nor smaller sizes: its rows read the same keys
+several times. A step without drafts would seem as slow, and drafts free.
 
 On the CPU attention computes each row with each of its keys, so a draft costs more the longer the context is.
 `draft_keys` is the number of drafts times the keys of a request, and a share of the error of a step with
