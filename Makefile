@@ -11,10 +11,14 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(STAMP)
 
-# Torch is installed first, with its range: a plain `torch` would download gigabytes of CUDA packages.
+# What the engine needs is installed first, torch with its range: a plain `torch` would download gigabytes of
+# CUDA packages.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(PIP_OPTIONS) "torch>=2.11,<2.14"
+	$(BIN)/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' | \
+		$(BIN)/python -m pip install $(PIP_OPTIONS) --requirement /dev/stdin
+	@$(WHILE_PIP_RUNS)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable ".[dev]"
 	@touch $@
 
@@ -27,10 +31,12 @@ lint: setup
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/mypy
 
-# Lint runs beside the tests: mypy uses one core.
+# Kernels are compiled while pip, which uses one core, installs what only tests need.
+test: WHILE_PIP_RUNS = PYTHONPATH=src $(BIN)/python tests/support/compile_kernels.py > /dev/null 2>&1 &
+# Lint runs beside the tests: mypy uses one core. Each worker uses one as well, also in libraries of numpy.
 test: setup
 	@$(MAKE) --no-print-directory lint & lint=$$!; \
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile \
 		--no-loadscope-reorder --cpu-times 30; tests=$$?; \
 	wait $$lint || { echo "make lint failed: see its output above"; exit 1; }; exit $$tests
 

@@ -1,0 +1,26 @@
+"""Compile the kernels of the exactness matrix into the disk cache.
+
+`make test` runs this file while packages are installed, which uses one core. A kernel that is missing is
+compiled by the first test that needs it, and a wrong one is found there.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from covering import each_level
+from exact_matrix import KERNEL_FACTORS, MATRIX, check, num_rows
+
+
+def main() -> None:
+    """Run cases that have every level of the factors which select kernels."""
+    torch.set_num_threads(1)
+    for case in each_level(MATRIX, num_rows, {*KERNEL_FACTORS, "method"}):
+        with suppress(Exception):  # reported by the test of this case
+            check(dict(case))
+
+
+if __name__ == "__main__":
+    main()
