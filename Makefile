@@ -56,9 +56,9 @@ bench: setup
 # lists. Tests of the whole GPU's memory and of training run alone.
 # Older versions of pytest-benchmark, where installed, warn at each start with xdist; warnings are errors.
 GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest -p no:benchmark
-GPU_ALONE := tests/gpu/test_sleep_gpu.py tests/gpu/test_train_gpu.py
+GPU_ALONE := tests/gpu/test_sleep_gpu.py
 test-gpu:
-	$(GPU_PYTEST) -n 8 tests/gpu --ignore tests/gpu/test_multi_gpu.py \
+	$(GPU_PYTEST) -n 12 --dist worksteal tests/gpu --ignore tests/gpu/test_multi_gpu.py \
 		$(addprefix --ignore ,$(GPU_ALONE))
 	$(GPU_PYTEST) $(GPU_ALONE)
 
