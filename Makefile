@@ -53,7 +53,7 @@ bench: setup
 	$(BIN)/python bench/cpu.py
 
 # On a machine with a GPU, with its own python: needs torch, triton, pytest, pytest-xdist and what pyproject.toml
-# lists. Tests of the whole GPU's memory and of training run alone.
+# lists. A test of the whole GPU's memory runs alone.
 # Older versions of pytest-benchmark, where installed, warn at each start with xdist; warnings are errors.
 GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest -p no:benchmark
 GPU_ALONE := tests/gpu/test_sleep_gpu.py
