@@ -130,7 +130,7 @@ class StepCost:
 
     def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int, num_drafts: int) -> None:
         draft, has_drafts = self.draft_seconds(num_drafting), num_drafts > 0
-        self._bound_context(rows, keys, seconds - draft)
+        self._bound_context(rows, keys, seconds)
         if self.num_plain_steps < FIRST_CONTEXT_STEPS and not has_drafts:
             self._start_context(keys, seconds - self.row_seconds(rows) - draft)
             return
