@@ -12,7 +12,7 @@ import torch
 
 from draftproof.engine.step import warmup
 from draftproof.ops.cpu import executor
-from draftproof.ops.cpu.jit import resident_memory
+from draftproof.ops.cpu.jit import parallel_compile, resident_memory
 from draftproof.text.grammar import compiler
 
 pytest_plugins = ["cpu_times"]
@@ -22,6 +22,8 @@ gc.disable()  # until all tests are imported: a fifth of that time, for objects 
 torch.set_num_threads(1)
 if "PYTEST_XDIST_WORKER" in os.environ:  # programs that tests start use one thread as well
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Workers use all cores. Children of one would compile the device functions of their kernels again.
+parallel_compile.MAX_PROCESSES = 1
 # Engines time their steps at start-up: longer than most tests of a real model, and of no use to them.
 MAX_TIMED_ROWS = 16
 warmup.TIMING_ROUNDS = 1

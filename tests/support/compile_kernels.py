@@ -11,12 +11,14 @@ from contextlib import suppress
 import torch
 
 from covering import each_level
+from draftproof.ops.cpu.jit import parallel_compile
 from exact_matrix import KERNEL_FACTORS, MATRIX, check, num_rows
 
 
 def main() -> None:
     """Run cases that have every level of the factors which select kernels."""
     torch.set_num_threads(1)
+    parallel_compile.MAX_PROCESSES = 1  # pip uses the other core
     for case in each_level(MATRIX, num_rows, {*KERNEL_FACTORS, "method"}):
         with suppress(Exception):  # reported by the test of this case
             check(dict(case))
