@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ from numba.core.compiler_lock import global_compiler_lock
 from draftproof.ops.cpu.jit.compile import Kernel, new_symbol_numbers
 
 MAX_PROCESSES = 8
+MAX_WAIT_SECONDS = 60.0  # for children after the last kernel was taken; then they are killed
+WAIT_INTERVAL_SECONDS = 0.01
 
 
 def compile_kernels(kernels: Sequence[Kernel]) -> None:
@@ -37,15 +40,22 @@ def compile_kernels(kernels: Sequence[Kernel]) -> None:
         with global_compiler_lock:  # no other thread changes the state of the compiler that a child copies
             children += [_fork(missing, queue) for _ in range(count)]
         _compile_next(queue, lambda i: missing[i].address)
-    except BaseException:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-        raise
+        deadline = time.monotonic() + MAX_WAIT_SECONDS
+        while any(map(_is_running, children)) and time.monotonic() < deadline:
+            time.sleep(WAIT_INTERVAL_SECONDS)
     finally:
         os.close(queue)
-        for child in children:
-            with suppress(ChildProcessError):  # SIGCHLD is ignored in this process
+        for child in filter(_is_running, children):  # a lock of another thread may have been copied
+            os.kill(child, signal.SIGKILL)
+            with suppress(ChildProcessError):
                 os.waitpid(child, 0)
+
+
+def _is_running(child: int) -> bool:
+    try:
+        return os.waitpid(child, os.WNOHANG)[0] == 0
+    except ChildProcessError:  # it was waited for, or SIGCHLD is ignored in this process
+        return False
 
 
 def _num_cores() -> int:
