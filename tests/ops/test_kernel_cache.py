@@ -43,6 +43,10 @@ made = [kernel_variants.make(value) for value in range(1, 7)]
 parallel_compile._num_cores = lambda: 3
 if sys.argv[1:] == ["ends"]:  # a child ends before it has compiled anything
     parallel_compile.new_symbol_numbers = lambda: os._exit(1)
+if sys.argv[1:] == ["full"]:  # no process can be started
+    def fork():
+        raise BlockingIOError
+    os.fork = fork
 if sys.argv[1:] == ["hangs"]:
     parallel_compile.new_symbol_numbers, parallel_compile.MAX_WAIT_SECONDS = lambda: time.sleep(600), 0.1
 parallel_compile.compile_kernels(made)
@@ -128,7 +132,7 @@ def test_children_compile_the_same_kernels(tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     expected = stored_by_kernels(alone, "1,2,3,4,5,6")
-    for name in ("parallel", "ends", "hangs"):
+    for name in ("parallel", "ends", "hangs", "full"):
         folder = tmp_path / name
         folder.mkdir()
         (folder / VARIANTS.name).write_text(VARIANTS.read_text())

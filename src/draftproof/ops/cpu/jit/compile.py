@@ -168,12 +168,12 @@ class Kernel:
     def address(self) -> int:
         with self._lock:
             if self._compiled is None:
-                self._compiled = self.compiled()
+                self._compiled = self.compile()
             return int(self._compiled.address)
 
     @property
     def is_available(self) -> bool:
-        """Return whether nothing is left to compile, or nothing that another process could leave here."""
+        """Return whether the kernel is loaded or cached, or no folder for the cache is writable."""
         if self._compiled is not None:
             return True
         try:
@@ -181,8 +181,8 @@ class Kernel:
         except RuntimeError:  # no writable folder
             return True
 
-    def compiled(self) -> CFunc:
-        """Return the compiled or cached function."""
+    def compile(self) -> CFunc:
+        """Compile the function, or load it from the cache."""
         args, result = self.signature.args, self.signature.return_type
         made = CFunc(self.fn, (args, result), locals={}, options=dict(OPTIONS))
         with suppress(RuntimeError):  # no writable folder: compiled at every start
