@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 from draftproof.errors import ConfigError
 from draftproof.ops import AttentionShape, KVLayout, Rows
 from draftproof.ops.triton import compile_ahead
-from draftproof.ops.triton.attention import few_rows, splitkv
+from draftproof.ops.triton.attention import few_rows, prefill, splitkv
 from draftproof.ops.triton.attention.latent import check_shared_memory
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import autotune
@@ -153,6 +153,27 @@ def test_warp_specialised_kernels_are_used_at_long_page_tables_of_hopper(
     kernels.clear()
     ops.forward.attention(q, Rows(column, column, column, column, table), heads, cache, sinks)
     assert kernels == expected
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_tiles_of_quantised_keys_use_one_kind_of_instruction(
+    dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 64 rows on tiles use wgmma on Hopper, which adds converted bytes in other groups: other bits."""
+    no_gpu.pretend(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    heights: list[int] = []
+    monkeypatch.setattr(prefill, "_launch", lambda config, *_, **__: heights.append(config.height))
+    heads, cpu = replace(LLAMA, dim=dim), torch.device("cpu")
+    ops = TritonOps(cpu, pdl=True)
+    (cache,) = KVLayout(1, heads.num_kv, dim, dtype).allocate(8, 16, cpu)
+    table = torch.zeros((4, 1024), dtype=torch.int32)
+    for count in (64, 300, 513, 4096):
+        column, q = torch.zeros(count, dtype=torch.int64), torch.empty((count, heads.num_q * dim))
+        rows = Rows(column, column, column, column, table)
+        ops.forward.attention(q.to(torch.bfloat16), rows, heads, cache)
+    assert len(heights) == 6 and max(heights) == 32
 
 
 def test_registers_of_few_rows_depend_on_rows_and_page_table_alone() -> None:

@@ -88,7 +88,7 @@ def check_rows_are_independent(
     """Store and attend in one chunk, in smaller ones, and the last rows one by one: the same bits."""
     width, tail = (heads.num_q + 2 * heads.num_kv) * heads.dim, 5
     qkv = randn(length, width, dtype=dtype, seed=3)
-    attention, table = Attention(heads, None, None), rope(heads)
+    attention, table = Attention(heads, None, None), rope(heads, length + 1)
     found = []
     for starts in ([0], range(0, length, 33), [0, *range(length - tail, length)]):
         paged = Paged(heads, [length], kv_dtype)

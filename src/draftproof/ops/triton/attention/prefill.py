@@ -37,6 +37,7 @@ from draftproof.ops.triton.attention.tiles import (
     SHORT_TILES_96,
     SHORT_TILES_512,
     TALL_TILES,
+    TALL_TILES_BYTES_SM90,
     TALL_TILES_SM90,
     TileConfig,
     chunk_programs,
@@ -298,10 +299,7 @@ def prefill_attention_kernel(
 
 
 class PrefillAttention:
-    """Launcher of the kernels; `worklists` belong to the forward pass that has begun.
-
-    `has_wgmma`: the chip has the asynchronous tensor core instructions of Hopper.
-    """
+    """Launcher of the kernels; `worklists`: of the pass that has begun, `has_wgmma`: it is Hopper."""
 
     def __init__(self, has_pdl: bool, has_wgmma: bool, num_sms: int, partials: PartialBuffers) -> None:
         self.has_pdl, self.has_wgmma, self._num_sms, self._partials = has_pdl, has_wgmma, num_sms, partials
@@ -339,8 +337,9 @@ class PrefillAttention:
             short = config(next((found for limit, found in limits if count <= limit), SHORT_TILES_512))
             launch(short, attend_even(short, 0), count, no_scratch, **pdl_options)
         else:
-            is_quantized_cache = cache.element_size() == 1
-            tall_tiles = TALL_TILES_SM90 if self.has_wgmma and not is_quantized_cache else TALL_TILES
+            tall_tiles = TALL_TILES_SM90 if self.has_wgmma else TALL_TILES
+            if self.has_wgmma and cache.element_size() == 1:
+                tall_tiles = TALL_TILES_BYTES_SM90
             short, tall = config(SHORT_TILES), config(tall_tiles)
             heights = short.height // group, tall.height // group
             short_tiles, tall_tiles = self.worklists.short_and_tall(rows, *heights)
