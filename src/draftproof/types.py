@@ -242,6 +242,7 @@ class Draft:
     probs: Tensor | None = None  # [B, K, V] the distribution of each draft; None = deterministic
     sources: Tensor | None = None  # [B, K] int8, index into the proposer's `sources`; None = all 0
     ranking: DraftRanking | None = None  # with `logprobs`, of a drafter with a distribution
+    matched: Tensor | None = None  # [B] int64: tokens that a search has matched; None = not known
 
     @classmethod
     def from_lists(cls, drafts: Sequence[Sequence[int]], k: int) -> Draft:

@@ -116,7 +116,7 @@ def features(seed: int) -> Counter[str]:
         torch.zeros((len(plan.slots), TOKENS + step.size.k + 1), dtype=torch.int64), bad.clone(), bad.clone()
     )
     REF.step.commit(plan, before, choice, bad, out)
-    _, count = REF.search.search_ngram(DeviceBatch(columns, plan.slots, plan.budget), 1, 3)
+    _, count, _ = REF.search.search_ngram(DeviceBatch(columns, plan.slots, plan.budget), 1, 3)
     for b, slot in enumerate(plan.slots.tolist()):
         if slot < 0:
             found["no entry"] += 1

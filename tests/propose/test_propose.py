@@ -50,19 +50,19 @@ LONGEST = [1, 2, 3, 40, 7, 7, 9, 3, 50, 8, 8]
 def test_tokens_after_the_latest_longest_match_are_drafted(ops, tokens, sizes, budget, expected):
     columns = lines(ops, 8, [[7, 8, 7, 8, 7], tokens])
     batch = DeviceBatch(columns, torch.tensor([1]), torch.tensor([budget]))
-    drafts, count = ops.search.search_ngram(batch, *sizes)
-    assert drafts.shape == (1, 8) and count.shape == (1,)
+    drafts, count, matched = ops.search.search_ngram(batch, *sizes)
+    assert drafts.shape == (1, 8) and count.shape == (1,) == matched.shape
     assert drafts[0, : int(count[0])].tolist() == expected
 
 
 def search_by_definition(tokens, budget, smallest, largest):
-    """Return tokens after the latest place of the longest match, by definition."""
+    """Return tokens after the latest place of the longest match, and its length, by definition."""
     for n in range(largest, smallest - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[len(tokens) - n :]:
                 tail = tokens[end:]
-                return [tail[i % len(tail)] for i in range(budget)]
-    return []
+                return [tail[i % len(tail)] for i in range(budget)], n if budget else 0
+    return [], 0
 
 
 @every
@@ -76,9 +76,10 @@ def test_random_histories_equal_the_definition(ops):
         order = chance.sample(range(30), 30)
         at = torch.tensor(order)
         batch = DeviceBatch(columns, at, torch.tensor([budget[i] for i in order]))
-        drafts, count = ops.search.search_ngram(batch, smallest, largest)
-        for i, line, n in zip(order, drafts.tolist(), count.tolist(), strict=True):
-            assert line[:n] == search_by_definition(histories[i], budget[i], smallest, largest), histories[i]
+        drafts, count, matched = ops.search.search_ngram(batch, smallest, largest)
+        for i, line, n, m in zip(order, drafts.tolist(), count.tolist(), matched.tolist(), strict=True):
+            want = search_by_definition(histories[i], budget[i], smallest, largest)
+            assert (line[:n], m) == want, histories[i]
 
 
 @every
@@ -86,8 +87,9 @@ def test_empty_and_finished_slots_get_no_drafts(ops):
     columns = lines(ops, 4, [[7, 8, 7, 8, 7]] * 3)
     columns.ended[1] = int(FinishStatus.STOP)
     slots, budget = torch.tensor([-1, 0, 1, 2, -1]), torch.tensor([4, 4, 4, 0, 4])
-    drafts, count = ops.search.search_ngram(DeviceBatch(columns, slots, budget), 2, 5)
-    assert count.tolist() == [0, 4, 0, 0, 0] and drafts[1].tolist() == [8, 7, 8, 7]
+    drafts, count, matched = ops.search.search_ngram(DeviceBatch(columns, slots, budget), 2, 5)
+    assert count.tolist() == [0, 4, 0, 0, 0] and matched.tolist() == [0, 3, 0, 0, 0]
+    assert drafts[1].tolist() == [8, 7, 8, 7]
 
 
 def test_ngram_proposer_passes_its_sizes_to_the_op():

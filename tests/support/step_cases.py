@@ -433,9 +433,10 @@ def search_ngram(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     columns, held = copied(step.columns, ops.device), copied(step.columns, ref.device)
     for smallest, largest in ((1, 1), (2, 2), (1, 3), (2, 7)):
         given = [step.plan.slots.clone().to(ops.device), step.plan.budget.clone().to(ops.device)]
-        tokens, count = ops.search.search_ngram(DeviceBatch(columns, *given), smallest, largest)
+        tokens, count, matched = ops.search.search_ngram(DeviceBatch(columns, *given), smallest, largest)
         theirs = [x.to(ref.device) for x in (step.plan.slots, step.plan.budget)]
-        wanted, want = ref.search.search_ngram(DeviceBatch(held, *theirs), smallest, largest)
+        wanted, want, n = ref.search.search_ngram(DeviceBatch(held, *theirs), smallest, largest)
+        same(matched, n, f"matched, {smallest} to {largest}")
         same(count, want, f"count, {smallest} to {largest}")
         is_draft = torch.arange(size.k, device=ops.device) < count[:, None]
         wanted = torch.where(is_draft.to(ref.device), wanted, 0)  # later ones may be anything

@@ -182,7 +182,7 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
         ops.sampling.logprobs(logits, ints, ints, top)
     ops.sampling.logprobs(logits, ints, ints, 0, None, ints[:, None].expand(-1, 8))
     batch = DeviceBatch(made.columns, made.plan.slots, made.plan.budget)
-    tokens, count = ops.search.search_ngram(batch, 1, 16)
+    tokens, count, _ = ops.search.search_ngram(batch, 1, 16)
     pool, rule = pool_of(made), SuffixOptions(2, 1.0, 0.1)
     for begun in (None, (tokens, count)):
         ops.search.search_suffix(batch, pool, rule, begun)

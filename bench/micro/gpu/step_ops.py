@@ -133,7 +133,7 @@ class Decoding:
         self.ops.step.commit(self.plan, self.windows, Choice(self.token), self.bad, self.outcome)
 
     def draft(self) -> None:
-        tokens, count = self.ops.search.search_ngram(self.batch, 2, 16)
+        tokens, count, _ = self.ops.search.search_ngram(self.batch, 2, 16)
         self.ops.step.store_drafts(self.columns, self.plan.slots, self.plan.budget, Draft(tokens, count))
 
     def chain(self) -> None:
@@ -160,7 +160,7 @@ def step_times(micros: Callable[..., float]) -> dict[str, Any]:
         columns, ops, slots, budget = one.columns, one.ops, one.plan.slots, one.plan.budget
         note(f"layout {where}", one.layout)
         note(f"choose {where}", one.choose)
-        tokens, count = ops.search.search_ngram(one.batch, 2, 16)
+        tokens, count, _ = ops.search.search_ngram(one.batch, 2, 16)
         note(f"ngram {where}", lambda: ops.search.search_ngram(one.batch, 2, 16))  # noqa: B023
         stored = partial(ops.step.store_drafts, columns, slots, budget, Draft(tokens, count))
         note(f"store_drafts {where}", stored)

@@ -206,6 +206,7 @@ class Loop:
         counts = self.device.ops.runtime.fetch(self.slots.columns.num_draft)().numpy()
         lines = np.array([s.slot for s in self.scheduler.running], np.int64)
         self.scheduler.mirror.num_draft[lines] = counts[lines]
+        self.scheduler.mirror.matched[lines] = self.device.drafting.match_lengths[lines]
 
     def _current_features(self) -> StepFeatures:
         """Return the features of the running requests, cached while the running set stays the same."""

@@ -105,7 +105,8 @@ class Scheduler(RequestQueue):
         drafts: Ints = np.where(decodes, host.num_draft[lines], 0)
         if self.drafts_before_plan:
             keys = int(host.length[lines].sum())
-            drafts[decodes] = self.policy.select(lines[decodes], drafts[decodes], keys)
+            matched = host.matched[lines[decodes]]
+            drafts[decodes] = self.policy.select(lines[decodes], drafts[decodes], keys, matched)
         if drafts.sum() > room:
             drafts = np.diff(np.minimum(np.cumsum(drafts), room), prepend=0)
         return decodes, drafts

@@ -117,6 +117,7 @@ class SlotMirror:
         self.prompt_left = column()  # prompt tokens that no step is planned for yet
         self.in_flight = column()  # steps not read yet that commit tokens of the slot
         self.num_draft = column()  # upper bound of drafts when the next step begins
+        self.matched = column()  # tokens that a search matched for these drafts; 0: not known
         self.num_pages = column()
         self.generation = column()  # number of the slot's request: results of an earlier one do not match
 

@@ -32,8 +32,8 @@ class NgramProposer(DeviceProposer):
 
     def draft(self, batch: DeviceBatch) -> Draft:
         """Return the continuation of the longest match."""
-        tokens, count = self.env.ops.search.search_ngram(batch, self.min_match, self.max_match)
-        return Draft(tokens, count)
+        tokens, count, matched = self.env.ops.search.search_ngram(batch, self.min_match, self.max_match)
+        return Draft(tokens, count, matched=matched)
 
 
 def match_lengths(options: Mapping[str, Any]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from draftproof.engine.drafting.budget import DraftBudget
+from draftproof.engine.drafting.budget_kernels import CLASSES
 from draftproof.engine.drafting.step_cost import StepCost
 
 K = 8
@@ -166,7 +167,7 @@ def test_control_optimistic_prior_with_full_probes_is_too_slow(monkeypatch):
     start, choose = DraftBudget.start, DraftBudget.choose
 
     def start_optimistic(self, slot, limit, adaptive):
-        self._posteriors[-1] = 1 / self._posteriors.shape[1]
+        self._posteriors[-CLASSES:] = 1 / self._posteriors.shape[1]
         start(self, slot, limit, adaptive)
 
     def probe_all(self, slots, most, keys):

@@ -13,6 +13,7 @@ import heads
 import tiny
 from draftproof.engine.drafting.acceptance_warning import MIN_DRAFTS
 from draftproof.engine.drafting.budget import FIRST_PROBE_LENGTH, MAX_PROBE_INTERVAL, DraftBudget
+from draftproof.engine.drafting.budget_kernels import CLASSES, RATES
 from draftproof.engine.drafting.policy import DraftModel, DraftPolicy, DraftRun, StepObservation
 from draftproof.engine.drafting.run_ahead import StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
@@ -21,6 +22,7 @@ from draftproof.sampling_params import SamplingParams
 K = 4
 FLAT = {1: 1.0, 8: 1.0, 64: 1.0}  # rows are free
 STEEP = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 8: 8.0, 16: 16.0, 64: 64.0}  # rows cost as much as a step
+STEPS = {1: 1.0, 16: 2.0}
 MEMBER = DraftModel(source=0, is_member=True, rounds=2)
 
 
@@ -129,6 +131,41 @@ def test_drafts_beside_a_prompt_pay_for_their_context(milliseconds_of_a_draft: f
     cost._per_draft_key = milliseconds_of_a_draft / 1000
     budget.choose(slots, np.array([8]), 1000)
     assert budget.refit(slots, np.array([8]), 33).tolist() == [kept]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_drafts_behind_long_matches_have_an_acceptance_of_their_own(is_told: bool) -> None:
+    """Check short matches whose drafts are all rejected; not told apart, those of long ones hide that."""
+    budget, slots, most = DraftBudget(2, StepCost(STEPS, learns=False)), np.arange(2), np.full(2, K)
+    for slot in slots:
+        budget.start(int(slot), K, adaptive=True)
+    for step in range(200):
+        is_long = step % 8 > 0
+        matched = np.full(2, 6 if is_long else 5) if is_told else None
+        granted = budget.choose(slots, most, 100, matched)
+        budget.record(slots, granted, granted if is_long else np.zeros_like(granted))
+    short, long = budget.choose(slots, most, 100, np.array([5, 6]) if is_told else None).tolist()
+    assert long == K and (short <= 1) == is_told  # 1: a probe
+    budget.start(0, K, adaptive=True)  # a new request has the prior of each class
+    rates = budget._posteriors[:CLASSES] @ RATES
+    assert np.array_equal(rates, budget._posteriors[-CLASSES:] @ RATES) and (rates[0] < rates[1]) == is_told
+
+
+def test_policy_gets_the_match_lengths_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny.engine(speculative={"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1})
+    policy, found = engine.loop.policy, []
+    select = policy.select
+
+    def watched(slots: Any, drafts: Any, keys: int, matched: Any) -> Any:
+        found.extend(zip(drafts.tolist(), matched.tolist(), strict=True))
+        return select(slots, drafts, keys, matched)
+
+    monkeypatch.setattr(policy, "select", watched)
+    engine.add(tiny.request(0, SamplingParams(max_tokens=24), length=40))
+    while engine.has_work:
+        engine.step()
+    assert any(drafts for drafts, _ in found)
+    assert all((matched >= 1) == (drafts > 0) for drafts, matched in found)
 
 
 def test_requests_without_drafts_get_the_same_array() -> None:

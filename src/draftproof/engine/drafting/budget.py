@@ -3,7 +3,8 @@
 Each request has a posterior over acceptance rates. It starts as the prior, which is learned from earlier
 requests, is updated by every window with drafts, and decays towards the prior in every step. With the cost
 model (`step_cost`) the posteriors give the drafts with the highest mean speed of the requests
-(`budget_kernels`).
+(`budget_kernels`). Where drafts exist before they are chosen, those behind a long match have a posterior and
+a prior of their own: they are accepted far more often than those behind a short one.
 
 A request that gets no drafts would never be observed again, though a free text may turn into a copy. So
 every 8 to 64 steps each such request gets one draft, and after an accepted probe more at once. A new
@@ -20,7 +21,15 @@ import numpy as np
 
 from draftproof.array_types import Ints
 from draftproof.engine.drafting import budget_kernels
-from draftproof.engine.drafting.budget_kernels import ASSIGNED, COLUMNS, IS_FIXED, LIMIT, PROBE_LENGTH, RATES
+from draftproof.engine.drafting.budget_kernels import (
+    ASSIGNED,
+    CLASSES,
+    COLUMNS,
+    IS_FIXED,
+    LIMIT,
+    PROBE_LENGTH,
+    RATES,
+)
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 
@@ -33,20 +42,22 @@ FIRST_PLAIN_STEPS, FIRST_PLAIN_INTERVAL_STEPS = 4, 4  # steps without drafts at 
 PLAIN_INTERVAL_STEPS = 32  # steps between steps without drafts
 LONG_PLAIN_INTERVAL_STEPS = 128  # where drafts are expected to gain more than MIN_LONG_INTERVAL_SPEEDUP
 MIN_LONG_INTERVAL_SPEEDUP = 1.3
+MIN_LONG_MATCH_TOKENS = 6
 HOLD_STEPS = 3  # steps for which a decision holds while the batch stays the same
 MAX_HOLD_STEPS = 8  # if the host is the bottleneck: also while requests start and end
 HOST_BOUND_SHARE = 0.7  # of a step's seconds: a slower host is the bottleneck
 
 
 class DraftBudget:
-    """Drafts per request, for all requests of a step at once. One column per slot."""
+    """Drafts per request, for all requests of a step at once. A slot has a line for each class of drafts."""
 
     def __init__(self, num_slots: int, cost: StepCost, charges_drafting: bool = True) -> None:
         """Start with equal weights of all rates; `charges_drafting`: drafts cost the draft model's time."""
         self._cost = cost
         self._charges_drafting = charges_drafting
-        self._columns = np.zeros((COLUMNS, num_slots), np.int64)
-        self._posteriors = np.full((num_slots + 1, len(RATES)), 1 / len(RATES))
+        self._columns = np.zeros((COLUMNS, CLASSES * num_slots), np.int64)
+        self._posteriors = np.full((CLASSES * (num_slots + 1), len(RATES)), 1 / len(RATES))
+        self._is_long = np.zeros(num_slots, np.int64)  # class of the last drafts
         self._results: list[tuple[Ints, Ints, Ints, bool]] = []  # not in the columns yet
         self._has_fixed = False  # a request with a fixed number of drafts has started
         self._num_steps = 0
@@ -65,8 +76,12 @@ class DraftBudget:
     @property
     def limit(self) -> Ints:
         """Return the largest number of drafts [S] of the request in each slot."""
-        limit: Ints = self._columns[LIMIT]
+        limit: Ints = self._columns[LIMIT, ::CLASSES]
         return limit
+
+    def _lines(self, slots: Ints) -> Ints:
+        """Return the lines of the requests' last drafts."""
+        return CLASSES * slots + self._is_long[slots]
 
     def set_cost(self, cost: StepCost) -> None:
         """Replace the cost model, when steps have been timed."""
@@ -74,7 +89,7 @@ class DraftBudget:
 
     def has_fixed(self, slots: Ints) -> bool:
         """Return whether one of these requests has a fixed number of drafts."""
-        return self._has_fixed and bool(self._columns[IS_FIXED, slots].any())
+        return self._has_fixed and bool(self._columns[IS_FIXED, CLASSES * slots].any())
 
     def start(self, slot: int, limit: int, adaptive: bool) -> None:
         """Begin a request of at most `limit` drafts; not adaptive: it always gets them."""
@@ -82,13 +97,15 @@ class DraftBudget:
             budget_kernels.compile_kernels()
         self._apply_results()  # those of the slot's last request
         self._has_fixed |= not adaptive
-        self._columns[:, slot] = 0
-        is_promising = float(self._posteriors[-1] @ RATES) > MIN_FIRST_PROBE_RATE
-        self._columns[LIMIT, slot] = limit
-        self._columns[PROBE_LENGTH, slot] = FIRST_PROBE_LENGTH if is_promising else 1
-        self._columns[IS_FIXED, slot] = not adaptive
-        self._posteriors[slot] = self._posteriors[-1]
-        self._columns[ASSIGNED, slot] = min(self._new_request_drafts, limit) if adaptive else limit
+        lines, priors = slice(CLASSES * slot, CLASSES * (slot + 1)), self._posteriors[-CLASSES:]
+        self._is_long[slot] = 0
+        self._columns[:, lines] = 0
+        is_promising = priors @ RATES > MIN_FIRST_PROBE_RATE
+        self._columns[LIMIT, lines] = limit
+        self._columns[PROBE_LENGTH, lines] = np.where(is_promising, FIRST_PROBE_LENGTH, 1)
+        self._columns[IS_FIXED, lines] = not adaptive
+        self._posteriors[lines] = priors
+        self._columns[ASSIGNED, lines] = min(self._new_request_drafts, limit) if adaptive else limit
         if not self._has_drafts:
             self._hold_left = 0
 
@@ -102,17 +119,21 @@ class DraftBudget:
         self._hold_left -= 1
         self._num_steps += 1
         if slots is not self._held_slots:
-            self._held_slots, self._held_drafts = slots, self._columns[ASSIGNED, slots]
+            self._held_slots, self._held_drafts = slots, self._columns[ASSIGNED, self._lines(slots)]
         return self._held_drafts
 
-    def choose(self, slots: Ints, max_drafts: Ints, keys: int) -> Ints:
+    def choose(self, slots: Ints, max_drafts: Ints, keys: int, matched: Ints | None = None) -> Ints:
         """Return the drafts [B] for the coming step, up to `max_drafts` [B].
 
-        keys: tokens that these requests have stored.
+        keys: tokens that these requests have stored. matched [B]: tokens that a search has matched for drafts
+        that exist; 0: not known.
         """
         self._num_steps += 1
         self._apply_results()
-        num_fixed = int(np.count_nonzero(self._columns[IS_FIXED, slots])) if self._has_fixed else 0
+        if matched is not None:
+            self._is_long[slots] = matched >= MIN_LONG_MATCH_TOKENS
+        lines = self._lines(slots)
+        num_fixed = int(np.count_nonzero(self._columns[IS_FIXED, lines])) if self._has_fixed else 0
         if num_fixed == len(slots):
             return self._choose_all(slots, max_drafts)
         cost = self._cost
@@ -125,13 +146,13 @@ class DraftBudget:
             return self._choose_all(slots, max_drafts)
         decay = 1 - (1 - DECAY) ** (self._num_steps - self._decided_at)
         gains, flat_gains, rows = budget_kernels.expected_gains(
-            self._columns, self._posteriors, slots, max_drafts, decay
+            self._columns, self._posteriors, lines, max_drafts, decay
         )
         flat_gains.sort()  # NumPy's sort is faster than numba's
         next_probe = self._last_probe + self._probe_interval(len(slots), draft_cost)
         is_probe_due = self._num_steps >= next_probe
         found: budget_kernels.Assignment = budget_kernels.plan_drafts(
-            self._columns, self._posteriors, slots, max_drafts, gains, flat_gains, rows,
+            self._columns, self._posteriors, lines, max_drafts, gains, flat_gains, rows,
             cost.table_for(len(slots), self._draft_context), context, floor, draft_cost, is_probe_due,
         )  # fmt: skip
         self._new_request_drafts = found.new_request_drafts
@@ -170,7 +191,7 @@ class DraftBudget:
 
     def _choose_all(self, slots: Ints, max_drafts: Ints) -> Ints:
         drafts = max_drafts.copy()
-        self._columns[ASSIGNED, slots] = drafts
+        self._columns[ASSIGNED, self._lines(slots)] = drafts
         self._hold(slots, drafts, int(drafts.sum()))
         return drafts
 
@@ -193,12 +214,13 @@ class DraftBudget:
         is_free = self._cost.row_seconds(num_rows) <= self._floor  # the host takes longer
         if num_rows <= room or is_free or not self._cost.size(rows):
             return drafts
+        lines = self._lines(slots)
         gains, flat_gains, rows = budget_kernels.draft_gains(
-            self._columns, self._posteriors, slots, drafts, rows
+            self._columns, self._posteriors, lines, drafts, rows
         )
         flat_gains.sort()
         kept, _, _ = budget_kernels.choose_drafts(
-            self._columns, slots, drafts, gains, flat_gains, rows,
+            self._columns, lines, drafts, gains, flat_gains, rows,
             self._cost.table_for(rows, self._draft_context), self._context, self._floor, 0.0,
         )  # fmt: skip
         return kept  # type: ignore[no-any-return]
@@ -208,11 +230,12 @@ class DraftBudget:
 
         A granted row without a draft counts as rejected.
         """
-        self._results.append((slots, granted, accepted.copy(), self._num_steps <= self._last_probe_result))
+        had_probes = self._num_steps <= self._last_probe_result
+        self._results.append((self._lines(slots), granted, accepted.copy(), had_probes))
         if not self._has_drafts and np.count_nonzero(granted):
             self._hold_left = 0  # a probe has a result
 
     def _apply_results(self) -> None:
-        for slots, granted, accepted, had_probes in self._results:
-            budget_kernels.record_windows(self._columns, slots, granted, accepted, had_probes)
+        for lines, granted, accepted, had_probes in self._results:
+            budget_kernels.record_windows(self._columns, lines, granted, accepted, had_probes)
         self._results.clear()

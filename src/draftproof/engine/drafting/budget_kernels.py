@@ -1,8 +1,9 @@
 """Numba kernels that choose how many drafts each request verifies.
 
 NumPy over whole columns is ten times slower here, because call overhead dominates. For the same reason the
-state of all slots is two arrays: integers [COLUMNS, S], and posteriors [S + 1, RATES] over acceptance rates,
-whose last row is the prior of a new request.
+state of all slots is two arrays: integers [COLUMNS, N], and posteriors [N + CLASSES, RATES] over acceptance
+rates. N lines are CLASSES lines a slot, side by side; `slots` are numbers of lines here. The last CLASSES
+posteriors are the priors of a new request.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ MAX_EXPONENT = 255  # more results at a time count as this many
 ACCEPTED_POWERS, REJECTED_POWERS = (
     rate ** np.arange(MAX_EXPONENT + 1)[:, None] for rate in (RATES, 1 - RATES)
 )
+CLASSES = 2  # of drafts, each with an acceptance of its own
 MIN_PRIOR = 0.002  # weight of any rate in the prior
 PRIOR_RATE = 1 / 32  # weight of a new request's window in the prior
 NEW_REQUEST_WINDOWS = 32  # windows of a request that count for the prior: a long request is still one
@@ -51,9 +53,15 @@ class Assignment(NamedTuple):
 
 
 @compiled
+def prior_of(posteriors, slot):  # type: ignore[no-untyped-def]
+    """Return the prior [RATES] of the class of a line."""
+    return posteriors[len(posteriors) - CLASSES + slot % CLASSES]
+
+
+@compiled
 def update_posteriors(columns, posteriors, slots):  # type: ignore[no-untyped-def]
-    """Multiply in the results since the last update, and move the prior by those of new requests."""
-    prior, mean, num_windows = posteriors[len(posteriors) - 1], np.zeros(NUM_RATES), 0
+    """Multiply in the results since the last update, and move the priors by those of new requests."""
+    means, num_windows = np.zeros((CLASSES, NUM_RATES)), np.zeros(CLASSES, np.int64)
     for s in slots:
         new_windows = columns[NEW_WINDOWS, s]
         if new_windows == 0:
@@ -67,14 +75,17 @@ def update_posteriors(columns, posteriors, slots):  # type: ignore[no-untyped-de
         counted = new_windows if columns[NUM_WINDOWS, s] < NEW_REQUEST_WINDOWS else 0
         for r in range(NUM_RATES):
             posteriors[s, r] /= total
-            mean[r] += counted * posteriors[s, r]
-        num_windows += counted
+            means[s % CLASSES, r] += counted * posteriors[s, r]
+        num_windows[s % CLASSES] += counted
         columns[NUM_WINDOWS, s] += new_windows
         columns[NEW_WINDOWS, s] = columns[NEW_ACCEPTED, s] = columns[NEW_REJECTED, s] = 0
-    if num_windows:
-        keep, total = (1 - PRIOR_RATE) ** num_windows, 0.0
+    for c in range(CLASSES):
+        if num_windows[c] == 0:
+            continue
+        prior = prior_of(posteriors, c)
+        keep, total = (1 - PRIOR_RATE) ** num_windows[c], 0.0
         for r in range(NUM_RATES):
-            prior[r] = max(keep * prior[r] + (1 - keep) / num_windows * mean[r], MIN_PRIOR)
+            prior[r] = max(keep * prior[r] + (1 - keep) / num_windows[c] * means[c, r], MIN_PRIOR)
             total += prior[r]
         for r in range(NUM_RATES):
             prior[r] /= total
@@ -123,9 +134,8 @@ def draft_gains(columns, posteriors, slots, max_drafts, rows):  # type: ignore[n
 def expected_gains(columns, posteriors, slots, max_drafts, decay):  # type: ignore[no-untyped-def]
     """Update the posteriors, move a share `decay` of each to the prior, and return `draft_gains`."""
     update_posteriors(columns, posteriors, slots)
-    prior = posteriors[len(posteriors) - 1]
     for s in slots:
-        columns[IS_PROBED, s] = 0
+        columns[IS_PROBED, s], prior = 0, prior_of(posteriors, s)
         for r in range(NUM_RATES):
             posteriors[s, r] += decay * (prior[r] - posteriors[s, r])
     return draft_gains(columns, posteriors, slots, max_drafts, len(slots))
@@ -222,7 +232,7 @@ def plan_drafts(  # type: ignore[no-untyped-def]
         if assigned[b] == 0 and max_drafts[b] > 0 and (is_probe_due or length > 1):
             drafts[b], has_probes = min(length, max_drafts[b]), True
             columns[IS_PROBED, s], columns[PROBE_LENGTH, s] = 1, 1
-    first = new_request_drafts(posteriors[len(posteriors) - 1], threshold)
+    first = new_request_drafts(prior_of(posteriors, 0), threshold)
     return Assignment(drafts, assigned, num_assigned, has_probes, first, speedup)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,6 +55,7 @@ class DraftRunner:
         self._seconds = 0.0  # of the last drafts, where they are waited for
         self._probs: Tensor | None = None  # [S + 1, K, V]; padding writes to the last line
         self._ranking: DraftRanking | None = None  # [S + 1, K]; padding writes to the last line
+        self.match_lengths = np.zeros(len(slots.requests) + 1, np.int64)  # padding writes to the last one
         count = 0
         if self.proposer is not None and self.proposer.runs_every_step:
             count = self.proposer.needs_hidden + len(self.proposer.taps)
@@ -146,6 +148,12 @@ class DraftRunner:
         held.top_ids[lines, :, :top] = found.top_ids
         held.top_logprobs[lines, :, :top] = found.top_logprobs
 
+    def store_matches(self, slots: Tensor, draft: Draft) -> None:
+        """Store how many tokens drafts have matched, where the next step is planned behind them."""
+        if not self.slots.ops.runtime.asynchronous:
+            matched = 0 if draft.matched is None else draft.matched.cpu().numpy()
+            self.match_lengths[slots.cpu().numpy()] = matched
+
     def store_features(self, hidden: Tensor, *tapped: Tensor) -> None:
         """Copy the rows [R, hidden] that the proposer needs: other graphs run before it reads them."""
         if self._features is not None and self.proposer is not None:
@@ -215,6 +223,7 @@ class DraftRunner:
             self.slots.ops.step.store_drafts(columns, slots, budget, draft)
             self.store_probs(slots, draft)
             self.store_ranking(slots, draft)
+            self.store_matches(slots, draft)
         except Exception as error:  # a plug-in may raise anything
             self.proposer, self.failure = None, error
             columns.num_draft.zero_()
@@ -231,6 +240,8 @@ def check_draft(draft: Draft, like: Tensor, num_sources: int = 0) -> Draft:
     for part in (draft.tokens, draft.logprobs, draft.sources):
         if part is not None and part.shape != like.shape:
             raise ValueError(f"drafts must have the shape {tuple(like.shape)}, not {tuple(part.shape)}")
+    if draft.matched is not None and draft.matched.shape != like.shape[:1]:
+        raise ValueError("match lengths of drafts must be one number for each request")
     if draft.count.shape != like.shape[:1] or torch.is_floating_point(draft.tokens):
         raise ValueError("a draft needs a count for each request, and integer tokens")
     if num_sources and len(like):

@@ -121,9 +121,12 @@ class DraftPolicy:
         self._budget.start(slot, limit, adaptive)
         self._is_copying[slot] = False
 
-    def select(self, slots: Ints, drafts: Ints, keys: int) -> Ints:
-        """Return how many of the existing drafts [B] to verify in the step that is being planned."""
-        return self._budget.choose(slots, drafts, keys)
+    def select(self, slots: Ints, drafts: Ints, keys: int, matched: Ints) -> Ints:
+        """Return how many of the existing drafts [B] to verify in the step that is being planned.
+
+        matched [B]: tokens that a search has matched; 0: not known.
+        """
+        return self._budget.choose(slots, drafts, keys, matched)
 
     def refit(self, slots: Ints, drafts: Ints, rows: int) -> Ints:
         """Return which drafts to keep in a step of `rows` other rows, prompts among them."""

@@ -213,6 +213,7 @@ class DeviceStep:
         self.ops.step.store_drafts(columns, slots, send(torch.from_numpy(budget)), draft)
         self.drafting.store_probs(slots, draft)
         self.drafting.store_ranking(slots, draft)
+        self.drafting.store_matches(slots, draft)
 
     def set_masks(self, places: Tensor, masks: Tensor) -> None:
         """Store grammar masks [n, words] of the next step, for the rows at slot * (K + 1) + depth."""

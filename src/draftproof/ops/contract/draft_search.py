@@ -81,14 +81,16 @@ class DraftSearchOps(ABC):
     """Op family that drafts from tokens generated before, without a model."""
 
     @abstractmethod
-    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
+    def search_ngram(
+        self, batch: DeviceBatch, min_match: int, max_match: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return drafts copied from after an earlier occurrence of the newest n tokens.
 
-        Result: tokens [B, K] and count [B]; tokens beyond count are undefined. The longest n in
+        Result: tokens [B, K], count [B] and n [B]; tokens beyond count are undefined. The longest n in
         min_match..max_match that occurs earlier (followed by at least one token) is used; of its
         occurrences, the latest. `budget` tokens are copied from there; past the end of the text the copy
-        continues with the drafts themselves. Count is 0 without a match, with budget 0, and for requests
-        that have ended.
+        continues with the drafts themselves. Count and n are 0 without a match, with budget 0, and for
+        requests that have ended.
         """
 
     @abstractmethod

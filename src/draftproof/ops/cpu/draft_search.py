@@ -40,13 +40,15 @@ compiled = native(boundscheck=False)
 class CpuSearch(DraftSearchOps):
     """Draft search that reads and writes tensors in place."""
 
-    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
+    def search_ngram(
+        self, batch: DeviceBatch, min_match: int, max_match: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         columns, slots, budget = batch.columns, batch.slots, batch.budget
         tokens = np.zeros((len(slots), columns.draft.shape[1]), np.int64)
-        count = np.zeros(len(slots), np.int64)
+        count, matched = np.zeros((2, len(slots)), np.int64)
         inputs = [x.numpy() for x in (columns.tokens, columns.length, columns.ended, slots, budget)]
-        _ngram(*inputs, min_match, max_match, tokens, count)
-        return torch.from_numpy(tokens), torch.from_numpy(count)
+        _ngram(*inputs, min_match, max_match, tokens, count, matched)
+        return torch.from_numpy(tokens), torch.from_numpy(count), torch.from_numpy(matched)
 
     def search_suffix(
         self, batch: DeviceBatch, pool: SuffixPool, options: SuffixOptions, begun: BegunDrafts | None = None
@@ -270,7 +272,9 @@ def _suffix(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _ngram(tokens, length, ended, slots, budget, min_match, max_match, out, count):  # type: ignore[no-untyped-def]
+def _ngram(  # type: ignore[no-untyped-def]
+    tokens, length, ended, slots, budget, min_match, max_match, out, count, matched
+):
     """Draft by n-gram matches; see `DraftSearchOps.search_ngram`."""
     for b in range(len(slots)):
         s = slots[b]
@@ -290,6 +294,6 @@ def _ngram(tokens, length, ended, slots, budget, min_match, max_match, out, coun
                     break
         if at < 0:
             continue
-        count[b] = budget[b]
+        count[b], matched[b] = budget[b], best
         for j in range(min(budget[b], out.shape[1])):
             out[b, j] = text[at + j % (size - at)]

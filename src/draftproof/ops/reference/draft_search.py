@@ -45,22 +45,24 @@ class _Match:
 class ReferenceSearch(DraftSearchOps):
     """Draft search as loops over entries and matches."""
 
-    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
+    def search_ngram(
+        self, batch: DeviceBatch, min_match: int, max_match: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         columns, slots, budget = batch.columns, batch.slots, batch.budget
         tokens = torch.zeros((len(slots), columns.draft.shape[1]), dtype=torch.int64)
-        count = torch.zeros(len(slots), dtype=torch.int64)
+        count, matched = torch.zeros((2, len(slots)), dtype=torch.int64)
         for b, (slot, wanted) in enumerate(zip(slots.tolist(), budget.tolist(), strict=True)):
             if slot < 0 or wanted == 0 or columns.ended[slot] != FinishStatus.RUNNING:
                 continue
             text = columns.tokens[slot, : int(columns.length[slot])].tolist()
-            at = _latest_match(text, min_match, max_match)
-            if at < 0:
+            at, n = _latest_match(text, min_match, max_match)
+            if not n:
                 continue
             for j in range(wanted):
                 text.append(text[at + j])
                 tokens[b, j] = text[-1]
-            count[b] = wanted
-        return tokens, count
+            count[b], matched[b] = wanted, n
+        return tokens, count, matched
 
     def search_suffix(
         self, batch: DeviceBatch, pool: SuffixPool, options: SuffixOptions, begun: BegunDrafts | None = None
@@ -107,13 +109,13 @@ class ReferenceSearch(DraftSearchOps):
         return out, number, source, room
 
 
-def _latest_match(text: list[int], min_match: int, max_match: int) -> int:
-    """Return the position after the latest earlier occurrence of the longest suffix; -1 without one."""
+def _latest_match(text: list[int], min_match: int, max_match: int) -> tuple[int, int]:
+    """Return the position after the latest earlier occurrence of the longest suffix, and its tokens."""
     for n in range(max_match, min_match - 1, -1):
         for at in range(len(text) - 1, n - 1, -1):
             if text[at - n : at] == text[len(text) - n :]:
-                return at
-    return -1
+                return at, n
+    return 0, 0
 
 
 def _rates(columns: SlotColumns, record: AcceptanceRecord, slot: int) -> list[int]:

@@ -33,7 +33,9 @@ from draftproof.types import DeviceBatch, FinishStatus, SlotColumns
 class TorchSearch(DraftSearchOps):
     """Draft search on whole columns."""
 
-    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
+    def search_ngram(
+        self, batch: DeviceBatch, min_match: int, max_match: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         columns, slots, budget = batch.columns, batch.slots, batch.budget
         line = slots.clamp(min=0)
         tokens, length = columns.tokens[line], columns.length[line]
@@ -42,11 +44,11 @@ class TorchSearch(DraftSearchOps):
         best, _ = matched.max(1)
         at = (torch.where(matched == best[:, None], index, 0)).amax(1)  # the latest of the longest matches
         found = (best >= min_match) & (slots >= 0) & (columns.ended[line] == FinishStatus.RUNNING)
-        count = torch.where(found, budget, 0)
+        count, best = torch.where(found, budget, 0), torch.where(found & (budget > 0), best, 0)
         ahead = torch.arange(columns.draft.shape[1], device=line.device)
         period = (length - at).clamp(min=1)
         source = at[:, None] + ahead % period[:, None]
-        return tokens.gather(1, source.clamp(max=width - 1)), count
+        return tokens.gather(1, source.clamp(max=width - 1)), count, best
 
     def search_suffix(
         self, batch: DeviceBatch, pool: SuffixPool, options: SuffixOptions, begun: BegunDrafts | None = None

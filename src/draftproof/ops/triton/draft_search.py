@@ -35,17 +35,19 @@ class TritonSearch(DraftSearchOps):
         tokens = self._launch.empty((entries, batch.columns.draft.shape[1]), torch.int64)
         return tokens, *self._launch.empty((2, entries), torch.int64)
 
-    def search_ngram(self, batch: DeviceBatch, min_match: int, max_match: int) -> tuple[Tensor, Tensor]:
+    def search_ngram(
+        self, batch: DeviceBatch, min_match: int, max_match: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         columns, slots = batch.columns, batch.slots
         k, max_len = columns.draft.shape[1], columns.tokens.shape[1]
-        tokens, counts, _ = self._drafts(batch)
+        tokens, counts, matched = self._drafts(batch)
         kernels.ngram_kernel[(len(slots),)](
-            slots, batch.budget, columns.ended, columns.length, columns.tokens, tokens, counts, max_len, k,
-            min_match, LARGEST=max_match, DEPTHS=next_power_of_two(k),
+            slots, batch.budget, columns.ended, columns.length, columns.tokens, tokens, counts, matched,
+            max_len, k, min_match, LARGEST=max_match, DEPTHS=next_power_of_two(k),
             BLOCK=min(kernels.BLOCK, next_power_of_two(max_len)),
             **launch_options(self._launch.pdl, num_warps=8),
         )  # fmt: skip
-        return tokens, counts
+        return tokens, counts, matched
 
     def search_suffix(
         self, batch: DeviceBatch, pool: SuffixPool, options: SuffixOptions, begun: BegunDrafts | None = None

@@ -44,10 +44,10 @@ def count_matched_tokens(
 
 @triton.jit
 def ngram_kernel(
-    slots, budgets, ended, length, tokens, out, counts, MAX_LEN, K, smallest,
+    slots, budgets, ended, length, tokens, out, counts, match_lengths, MAX_LEN, K, smallest,
     LARGEST: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store drafts out [B, K] and counts [B]; a program per entry searches from the newest token backwards.
+    """Store drafts out [B, K], counts and match lengths [B]; a program per entry searches from the end.
 
     A candidate is the position after a match. The best one has the most matched tokens before it, then the
     largest position. Once a block has a match of LARGEST tokens, older blocks cannot be better.
@@ -85,6 +85,7 @@ def ngram_kernel(
     draft_token = tl.load(slot_tokens + start + index % period, mask=ok & (index < K), other=0)
     tl.store(out + entry * K + index, draft_token, mask=index < K)
     tl.store(counts + entry, count)
+    tl.store(match_lengths + entry, tl.where(found, best >> 32, 0))
 
 
 @triton.jit
