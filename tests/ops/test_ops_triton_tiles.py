@@ -108,6 +108,8 @@ FEW = ["few_rows_kernel", "merge_spans_kernel"]
 CHUNKS = ["chunk_list_kernel", "prefill_attention_kernel"]
 LISTS = ["chunk_list_kernel", "chunk_list_kernel", "choose_list_kernel"]
 EVEN = [*LISTS, "warp_specialized_kernel", "prefill_attention_kernel"]
+QUANTIZED_FEW = ["quantized_rows_kernel", "merge_spans_kernel"]
+QUANTIZED_EVEN = [*LISTS, "quantized_rows_kernel", "prefill_attention_kernel"]
 LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
 
 
@@ -131,12 +133,34 @@ LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
         (64, 16384, {"dim": 64}, CHUNKS),
         (16, 16384, {"num_q": 24}, CHUNKS),
         (16, 16384, {"sinks": True}, CHUNKS),
-        (16, 16384, {"cache": torch.int8}, CHUNKS),
+        *(
+            (count, 16384, {"cache": dtype}, expected)
+            for dtype in (torch.int8, torch.float8_e4m3fn)
+            for count, expected in (
+                (1, QUANTIZED_FEW),
+                (8, QUANTIZED_FEW),
+                (16, QUANTIZED_EVEN),
+                (64, QUANTIZED_EVEN),
+                (97, CHUNKS),
+            )
+        ),
+        (1, 16383, {"cache": torch.int8}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"cache": torch.int8, "sinks": True}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"cache": torch.int8, "window": 4096}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"cache": torch.int8, "num_q": 24}, ["splitkv_attention_kernel"]),
+        (16, 16384, {"cache": torch.int8, "dim": 64}, CHUNKS),
+        (16, 16384, {"cache": torch.int8, "capability": (10, 0)}, CHUNKS),
+        (
+            2048,
+            16384,
+            {"cache": torch.int8},
+            ["tile_lists_kernel", "prefill_attention_kernel", "prefill_attention_kernel"],
+        ),
         (16, 16384, {"capability": (10, 0)}, CHUNKS),
         (16, 16384, {"capability": (8, 0)}, CHUNKS),
     ],
 )
-def test_warp_specialised_kernels_are_used_at_long_page_tables_of_hopper(
+def test_kernels_of_hopper_are_used_at_long_page_tables(
     count: int, tokens: int, changes: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels, _ = no_gpu.pretend(monkeypatch)

@@ -12,6 +12,7 @@ import contextlib
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import torch
@@ -136,10 +137,11 @@ def forward(
 
 
 def long_attention(ops: TritonOps, heads: AttentionShape) -> None:
-    """Call the attention of page tables for long contexts: few rows, 16, 64 and a prompt."""
-    cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
+    """Call the attention of page tables for long contexts of all KV formats: few rows to a prompt."""
     tokens = {1: LONG_ROW_TABLE_TOKENS}  # of the page table, where another kernel is compiled for it
-    for count in (1, 8, 16, 64, MIN_TALL_ROWS):
+    formats = [form.dtype for form in KV_FORMATS.values() if CAPABILITY >= 89 or form.dtype == torch.int8]
+    for count, dtype in product((1, 8, 16, 64, MIN_TALL_ROWS), dict.fromkeys([torch.bfloat16, *formats])):
+        (cache,) = KVLayout(1, heads.num_kv, heads.dim, dtype).allocate(8, 16, CPU)
         table = torch.zeros((4, tokens.get(count, LONG_TABLE_TOKENS) // 16), dtype=torch.int32)
         column = torch.zeros(count, dtype=torch.int64)
         q = torch.empty((count, heads.num_q * heads.dim), dtype=torch.bfloat16)

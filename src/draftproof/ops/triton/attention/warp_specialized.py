@@ -27,6 +27,7 @@ from draftproof.ops.triton.attention.warpgroups import (
 )
 
 HALF_ROWS = 64  # rows times heads of a computing warpgroup
+EVEN_ROWS = HALF_ROWS  # rows times heads of a tile of decode rows
 COMPUTE_REGISTERS = 208  # of a thread that computes; the 88 that remain of 504 belong to a thread that loads
 ONES_COLUMNS = 8  # of the matrix of ones: the minimum of the instruction
 # The kernels were faster at 16,384 tokens of context. A shorter page table has no such contexts: with few
@@ -223,4 +224,15 @@ def launch_tiles(
         KEYS=KEYS, SPAN=SPAN, STAGES=stages, HALF_ROWS=HALF_ROWS, ONES=ONES_COLUMNS,
         COMPUTE_REGISTERS=COMPUTE_REGISTERS, LAUNCH_NEXT=launches_next, WAIT=waits,
         num_warps=4, enable_fp_fusion=False, **options,
+    )  # fmt: skip
+
+
+def launch_even(
+    q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, tiles: Tensor, programs: int,
+    stages: int, pdl: bool,
+) -> None:  # fmt: skip
+    """Compute a list of tiles of decode rows with `programs` of every KV head."""
+    launch_tiles(
+        q, rows, heads, cache, out, tiles, programs, height=EVEN_ROWS, stages=stages, launches_next=pdl,
+        waits=pdl,
     )  # fmt: skip
