@@ -148,7 +148,7 @@ LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
         (1, 16384, {"cache": torch.int8, "sinks": True}, ["splitkv_attention_kernel"]),
         (1, 16384, {"cache": torch.int8, "window": 4096}, ["splitkv_attention_kernel"]),
         (1, 16384, {"cache": torch.int8, "num_q": 24}, ["splitkv_attention_kernel"]),
-        (16, 16384, {"cache": torch.int8, "dim": 64}, CHUNKS),
+        (64, 16384, {"cache": torch.int8, "dim": 64}, CHUNKS),
         (16, 16384, {"cache": torch.int8, "capability": (10, 0)}, CHUNKS),
         (
             2048,
