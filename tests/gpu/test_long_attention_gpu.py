@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.ops import Attention, AttentionShape, KVLayout, Rows
 from draftproof.ops.contract.kv_layout import KV_FORMATS, kv_format, split_page_bytes
-from draftproof.ops.triton.attention import few_rows, warp_specialized, worklist
+from draftproof.ops.triton.attention import few_rows, prefill, splitkv, tiles, warp_specialized, worklist
 from draftproof.ops.triton.attention.quantized import rows as quantized_rows
 from draftproof.ops.triton.backend import TritonOps
 
@@ -195,9 +195,21 @@ def same_bits(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.contiguous().view(torch.int16), want.contiguous().view(torch.int16))
 
 
+@contextmanager
+def tall_tiles() -> Iterator[None]:
+    """Compute all rows in tiles of 128: an instruction of theirs adds the elements 16i..16i + 15 of a sum."""
+    tall = {128: tiles.TALL_TILES[128]}
+    with (
+        mock.patch.object(splitkv, "MAX_SCRATCH_BYTES", 0),
+        mock.patch.multiple(prefill, MAX_ONE_LIST_ROWS=0, SHORT_TILES=tall),
+        selected(everywhere=False),
+    ):
+        yield
+
+
 def reference(inputs: Inputs, ops: TritonOps) -> Tensor:
-    """Return the attention by the other kernels."""
-    with selected(everywhere=False):
+    """Return the attention by the other kernels, of quantised keys by tall tiles."""
+    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
         want = inputs.attention(ops)
     assert not want[inputs.rows.slots >= 0].isnan().any()
     return want
@@ -218,12 +230,12 @@ def assert_same_bits(inputs: Inputs, ops: TritonOps, launches: int = 1) -> None:
         with (
             selected(everywhere=True, even=even),
             mock.patch.object(ops.forward._prefill, "_num_sms", num_sms if even else 132),
-            watched_tiles(inputs) as tiles,
+            watched_tiles(inputs) as launch,
         ):
             got = inputs.attention(ops)
-            assert tiles.call_count == launches
+            assert launch.call_count == launches
         if even and launches:
-            (list_of_tiles,) = (call.args[5] for call in tiles.call_args_list)
+            (list_of_tiles,) = (call.args[5] for call in launch.call_args_list)
             assert list_of_tiles[0] > 0
         assert_equal(inputs, got, want)
     assert not ops.forward._partials.counters.any()
@@ -252,6 +264,16 @@ def early_ops() -> TritonOps:
 @pytest.fixture(scope="module")
 def late_ops() -> TritonOps:
     return TritonOps(CUDA, pdl=False)
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize("name", ["a draft across a span", "16 drafts at 16k"])
+def test_short_tiles_have_the_bits_of_tall_tiles(name: str, early_ops: TritonOps, kv: str) -> None:
+    inputs = Inputs((DECODE | FEW)[name], LLAMA, kv=kv)
+    with tall_tiles():
+        want = inputs.attention(early_ops)
+    with selected(everywhere=False):
+        assert_equal(inputs, inputs.attention(early_ops), want)
 
 
 @pytest.mark.parametrize("kv", KV_DTYPES)
@@ -316,7 +338,7 @@ def test_prompts_have_the_same_bits(windows: Windows, early_ops: TritonOps) -> N
 )
 def test_kernels_that_start_early_wait_for_their_inputs(name: str, early_ops: TritonOps, kv: str) -> None:
     inputs = Inputs((DECODE | FEW)[name], LLAMA, kv=kv)
-    with selected(everywhere=False):
+    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
         want = inputs.layers(early_ops, 12)
     with selected(everywhere=True, even=False):
         inputs.layers(early_ops, 1)  # compile
@@ -332,7 +354,7 @@ def test_keys_of_this_pass_are_copied_after_the_kernel_that_stores_them(
     windows: Windows, early_ops: TritonOps, kv: str
 ) -> None:
     inputs = Inputs(windows, LLAMA, kv=kv)
-    with selected(everywhere=False):
+    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
         want = inputs.stored_layers(early_ops, 8)
     assert not want.isnan().any()
     for _ in range(2):  # the first time compiles
@@ -384,6 +406,6 @@ def test_a_graph_has_the_same_bits_at_other_contexts(name: str, early_ops: Trito
     for positions in (original, uneven if "rows" in name else original, original % 300, original):
         inputs.rows.positions.copy_(positions)
         graph.replay()
-        with selected(everywhere=False):
+        with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
             want = inputs.layers(early_ops, 4)
         assert same_bits(got, want)

@@ -149,9 +149,13 @@ def head_pointers(plane, head, NUM_KV: gl.constexpr, PAGE: gl.constexpr):
 
 @gluon.jit
 def load_queries(q, row, head, ok, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Load the queries of a tile for every warp [WARPS, BM, D]; ok [WARPS, BM]: rows that exist."""
+    """Load the queries of a tile for every warp [WARPS, BM, D] in the order of `natural_groups`.
+
+    ok [WARPS, BM]: rows that exist.
+    """
     warp, i = warps_and_numbers(QUERIES, 2, BM)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, QUERIES)))[None, None, :]
+    d = d // 32 * 32 + d // 2 % 2 * 16 + d // 4 % 4 * 4 + d // 16 % 2 * 2 + d % 2
     row_head = (warp * 0 + row + i // GROUP).to(gl.int64) * HEADS + head * GROUP + i % GROUP
     ok = gl.convert_layout(ok, gl.SliceLayout(2, QUERIES))
     return gl.load(q + row_head[:, :, None] * D + d, mask=ok[:, :, None], other=0.0)

@@ -31,6 +31,7 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 1, 16, 8], [1, 4, 1, 8], [8, 1, 1, 1], 
 COPY_SCALES = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 4, 8], [8, 1, 1], [2, 1, 0]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
 QUERIES = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 4))  # 4 adjacent elements, as 32 bits of keys hold
+KEYS_OPERAND = gl.constexpr(gl.DotOperandLayout(1, ACC.value, 4))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 VALUES = gl.constexpr(gl.DotOperandLayout(1, ACC.value, 2))
 MERGED = gl.constexpr(gl.BlockedLayout([1, 2], [2, 16], [8, 1], [1, 0]))
@@ -152,11 +153,22 @@ def copy_block(
 
 
 @gluon.jit
+def natural_groups(k):
+    """Swap bits 1 and 4 of the element number of keys [WARPS, D, SLICE]; only registers are renamed.
+
+    A thread has elements 4c..4c + 3 of 16. The compiler multiplies 4c and 4c + 1 of two such groups together;
+    with this order a tensor core instruction adds elements 16i..16i + 15, as it does in other kernels.
+    """
+    k = gl.reshape(k, [WARPS, D // 32, 2, 4, 2, 2, SLICE])
+    k = gl.reshape(gl.permute(k, (0, 1, 4, 3, 2, 5, 6)), [WARPS, D, SLICE])
+    return gl.convert_layout(k, KEYS_OPERAND, assert_trivial=True)
+
+
+@gluon.jit
 def block_scores(q, ring, scales, index, block, step, start, pos, scale, dtype: gl.constexpr):
     """Return the scores of a block of keys: tensors [WARPS, BM, SLICE], -inf where a key is not visible.
 
-    A product of 16 elements has them in another order than memory, and so have the queries: the tensor core
-    adds them at once. block: 0 or 1, of the span.
+    block: 0 or 1, of the span.
     """
     async_copy.wait_group(STAGES - 1)
     keys = ring.index(index % STAGES)._reinterpret(dtype, [WARPS, KEYS, D], ELEMENTS_SHARED)
@@ -165,8 +177,9 @@ def block_scores(q, ring, scales, index, block, step, start, pos, scale, dtype: 
     key = (start + step * warp) * SPAN + block * KEYS + token
     scores = ()
     for at in gl.static_range(0, KEYS, SLICE):
-        k = keys.slice(at, SLICE, 1).permute((0, 2, 1)).load(gl.DotOperandLayout(1, ACC, 4))
-        product = mma_v2(q, k.to(gl.float32).to(q.dtype), gl.zeros([WARPS, BM, SLICE], gl.float32, ACC))
+        k = keys.slice(at, SLICE, 1).permute((0, 2, 1)).load(KEYS_OPERAND)
+        k = natural_groups(k.to(gl.float32).to(q.dtype))
+        product = mma_v2(q, k, gl.zeros([WARPS, BM, SLICE], gl.float32, ACC))
         factor = factors.slice(at, SLICE, 1).load(gl.SliceLayout(1, ACC)) * scale
         visible = (key + at)[:, None, :] <= pos[:, :, None]
         scores = scores + (gl.where(visible, product * factor[:, None, :], float("-inf")),)
