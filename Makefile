@@ -16,8 +16,9 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import tomllib; \
-		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' | \
-		$(BIN)/python -m pip install $(PIP_OPTIONS) --requirement /dev/stdin
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+		> .venv/requirements.txt
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --requirement .venv/requirements.txt
 	@$(WHILE_PIP_RUNS)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable ".[dev]"
 	@touch $@
@@ -32,7 +33,7 @@ lint: setup
 	$(BIN)/mypy
 
 # Kernels are compiled while pip, which uses one core, installs what only tests need.
-test: WHILE_PIP_RUNS = PYTHONPATH=src $(BIN)/python tests/support/compile_kernels.py > /dev/null 2>&1 &
+test: WHILE_PIP_RUNS = PYTHONPATH=src $(BIN)/python tests/support/compile_kernels.py > .venv/compile_kernels.log 2>&1 &
 # Lint runs beside the tests: mypy uses one core. Each worker uses one as well, also in libraries of numpy.
 test: setup
 	@$(MAKE) --no-print-directory lint & lint=$$!; \

@@ -106,3 +106,8 @@ def test_quantised_kv_has_more_pages_in_the_same_memory(kv_cache_dtype: str) -> 
     )
     bytes_of = [KVLayout(2, 2, 8, dtype).bytes_per_token for dtype in (torch.float32, torch.int8)]
     assert quantised.num_pages == pytest.approx(plain.num_pages * bytes_of[0] / bytes_of[1], abs=3)
+
+
+def test_kv_larger_than_the_memory_of_the_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lower kv_cache_tokens"):
+        tiny.engine(kv_cache_tokens=1 << 45)

@@ -105,7 +105,8 @@ def test_quantised_kv_equals_the_reference(kv_dtype: torch.dtype, heads: Attenti
     ops: Any = OnDevice("triton", "cuda")
     kv_checks.check_stored_bytes(ops, kv_dtype, torch.bfloat16, heads)
     kv_checks.check_attention(ops, kv_dtype, torch.bfloat16, heads)
-    kv_checks.check_rows_are_independent(ops, kv_dtype, torch.bfloat16, heads, length=199)
+    for length in (199, 700):  # more than 512 rows of a call are divided into taller tiles
+        kv_checks.check_rows_are_independent(ops, kv_dtype, torch.bfloat16, heads, length)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

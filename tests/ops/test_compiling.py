@@ -93,7 +93,8 @@ def test_kernels_are_parsed_one_at_a_time(norms: Any, serial: bool, monkeypatch:
             most.append(len(inside))
         time.sleep(0.1)
         try:
-            return whole(self)
+            with guard:  # parsing itself at the same time sometimes fails
+                return whole(self)
         finally:
             inside.remove(self)
 

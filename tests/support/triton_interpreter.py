@@ -7,6 +7,7 @@ Import it before the kernels: it enables the interpreter. Results are those of t
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from dataclasses import replace
 from numbers import Number
@@ -169,7 +170,7 @@ def _check_operands(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic_che
             if dtype is rhs.dtype and not dtype.is_ptr() and not (div_or_mod and dtype in _HALVES):
                 return _broadcast(self, lhs, rhs)
         elif lhs.type.is_block() and arithmetic_check and not dtype.is_ptr() and isinstance(rhs, Number):
-            key = type(rhs), rhs, div_or_mod, lhs.type.key
+            key = type(rhs), rhs, math.copysign(1, rhs), div_or_mod, lhs.type.key  # -0.0 equals 0.0
             if key not in _constants:
                 cast, constant = _plain_operands(self, lhs, rhs, lhs_ptr, rhs_ptr, True, div_or_mod)
                 constant.handle.data.setflags(write=False)

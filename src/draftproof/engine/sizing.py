@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from draftproof.config import EngineConfig
@@ -55,9 +56,11 @@ def resolve_sizes(
     max_len = _max_len(config, checkpoint.config)
     k = config.speculative.num_speculative_tokens if config.speculative else 1
     tokens = config.kv_cache_tokens
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, checkpoint.dtype)
+    each = kv_layout(checkpoint.config, kv_dtype).bytes_per_token + drafter[0]
+    if tokens is not None and ops.runtime.free_memory() is None:
+        _check_machine_memory(tokens * each)
     if tokens is None:
-        kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, checkpoint.dtype)
-        each = kv_layout(checkpoint.config, kv_dtype).bytes_per_token + drafter[0]
         workspace = LOGITS_COPIES * num_seqs * (k + 1) * checkpoint.config.vocab_size * 4 + drafter[1]
         workspace += max_rows * _row_bytes(checkpoint)
         room = _kv_room(config, checkpoint, ops, workspace, each * max_len) // each
@@ -104,6 +107,18 @@ def _kv_room(config: EngineConfig, checkpoint: Checkpoint, ops: Ops, workspace: 
             "a smaller model"
         )
     return room
+
+
+def _check_machine_memory(kv_bytes: int) -> None:
+    """Refuse more KV than the machine has memory: on the CPU it is mapped when it is written, not before."""
+    if not hasattr(os, "sysconf"):
+        return
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if kv_bytes > total:
+        gib = 1 << 30
+        raise ConfigError(
+            f"KV needs {kv_bytes / gib:.1f} GiB, the machine has {total / gib:.1f}: lower kv_cache_tokens"
+        )
 
 
 def sample_row_counts(max_rows: int) -> list[int]:

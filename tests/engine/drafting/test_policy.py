@@ -175,3 +175,18 @@ def test_accept_policies_that_force_results_keep_the_number_of_drafts(accept_pol
     params = SamplingParams(max_tokens=80, ignore_eos=True, speculative={"adaptive": True})
     steps = tiny.run(engine, [tiny.request(0, params)])["0"].steps
     assert {step.num_draft for step in steps[1:-3]} == {3}
+
+
+def test_warm_up_times_recorded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record the pass once: timings that include a recording make one row as slow as many."""
+    executor = pytest.importorskip("draftproof.ops.cpu.executor")
+    record, tables = executor.Captured._record, []
+
+    def counted(self, page_table):  # type: ignore[no-untyped-def]
+        tables.append(page_table)
+        return record(self, page_table)
+
+    monkeypatch.setattr(executor.Captured, "_record", counted)
+    engine = tiny.engine(speculative={"method": "ngram"}, backend="cpu", warm_up=True)
+    tiny.run(engine, [tiny.request(0, SamplingParams(max_tokens=4))])
+    assert len(tables) == 1

@@ -167,3 +167,15 @@ def test_a_large_batch_behind_a_small_one_sees_what_its_drafts_cost() -> None:
     for _ in range(3):
         run(64, 1, 100)
         assert run(64, 256, 85_000) == pytest.approx((1.35 + 0.1 + 0.93) / (0.78 + 0.1 + 0.93), rel=0.07)
+
+
+@pytest.mark.parametrize(("factor", "tolerance"), [(1.3, 0.2), (2.0, 0.3)])
+def test_rows_that_were_timed_too_slow_give_no_negative_context(factor: float, tolerance: float) -> None:
+    """Start-up was slowed by other processes: corrections take that up, the keys little of it."""
+    cost, per_key = StepCost({size: factor * seconds for size, seconds in TABLE.items()}), 4e-4
+    for i in range(400):
+        keys = 1000 if i // 40 % 2 else 4000
+        cost.observe(8, keys, TABLE[8] + per_key * keys)
+    for keys in (1000, 4000):
+        found, truth = cost.row_seconds(8) + cost.context_seconds(keys), TABLE[8] + per_key * keys
+        assert found == pytest.approx(truth, rel=tolerance)

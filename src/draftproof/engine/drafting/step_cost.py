@@ -30,9 +30,9 @@ import numpy as np
 from draftproof.array_types import Floats64
 
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
-CONTEXT_RATE = 1 / 4  # of an error, times the share of context in the prediction: goes to the cost of a key
-MIN_ERROR_SHARE = 1 / 8  # at least, so that a cost of zero can rise
-MAX_CONTEXT_FACTOR = 1.5  # times a step's seconds: timed rows and context cannot take more
+CONTEXT_RATE = 1 / 4  # share of an error that goes to the cost of a key, if the step were context alone
+MIN_CONTEXT_WEIGHT = 1 / 8  # factor of that rate at least, so that a cost of zero can rise
+MAX_CONTEXT_FACTOR = 1.5  # times a step's seconds: rows and context cannot take more
 FIRST_CONTEXT_STEPS = 4  # observed steps without drafts that set the cost of a key; with drafts: of a draft
 DRAFT_CONTEXT_RATE = 1 / 4  # and of a step with drafts to the cost of a key of a draft
 SIZE_RATE = 1 / 16  # and to the correction of the step's size; more in its first steps
@@ -44,7 +44,6 @@ MIN_CORRECTION = -0.5
 MAX_ERROR_SHARE = 0.5  # of the predicted seconds: a longer step counts as if it took so much longer
 PAUSE_FACTOR = 5.0  # times the predicted seconds: a pause of the caller, not the time of a step
 MAX_PAUSES = 16  # pauses in a row after which the prediction is taken to be wrong
-MIN_CONTEXT_SHARE = -0.8  # of the smallest step, as the cost of context
 FIRST_STEPS, STEP_INTERVAL = 3, 4  # of equal steps in a row the first 3 and then every 4th are observed
 HOST_RATE = 1 / 16  # weight of a step in the mean host seconds
 MAX_HOST_FACTOR = 2.0  # times the mean: longer host parts count as that
@@ -150,8 +149,8 @@ class StepCost:
         error = min(error, MAX_ERROR_SHARE * expected)
         if not has_drafts:
             self.num_plain_steps += 1
-            share = max(self.context_seconds(keys) / expected, MIN_ERROR_SHARE)
-            moved = CONTEXT_RATE * share * error
+            weight = max(self.context_seconds(keys) / expected, MIN_CONTEXT_WEIGHT)
+            moved = max(CONTEXT_RATE * weight * error, -self._per_key * keys)
             self._per_key += moved / keys
             error -= moved
         elif draft_keys:
@@ -172,14 +171,14 @@ class StepCost:
         self._fill_table()
 
     def _bound_context(self, rows: int, keys: int, seconds: float) -> None:
-        """Lower `per_key` at once where a step took far less than its timed rows and its context.
+        """Lower `per_key` at once where a step took far less than its rows and its context.
 
         Steps with drafts count too: they read the keys at least once. A cost that was learned from few keys
         may be many times too high: whatever a step costs besides its rows was divided by them.
         """
-        timed = self._timed[bisect_left(self._rows, rows)]
-        if timed + self._per_key * keys > MAX_CONTEXT_FACTOR * seconds:
-            self._per_key = min(self._per_key, max(0.0, seconds - timed) / keys)
+        row_seconds = min(self._timed[bisect_left(self._rows, rows)], self.row_seconds(rows))
+        if row_seconds + self._per_key * keys > MAX_CONTEXT_FACTOR * seconds:  # draft rounds are in `seconds`
+            self._per_key = min(self._per_key, max(0.0, seconds - row_seconds) / keys)
 
     def _start_context(self, keys: int, seconds: float) -> None:
         """Set `per_key` from the first steps: the smallest, because a first step is often slow.
@@ -216,7 +215,7 @@ class StepCost:
 
     def context_seconds(self, keys: float) -> float:
         """Return the seconds that do not depend on the number of rows."""
-        return max(self._per_key * keys, MIN_CONTEXT_SHARE * self._seconds[0])
+        return self._per_key * keys
 
     def host_floor(self, context_seconds: float) -> float:
         """Return the seconds up to which the rows of a step are hidden behind the host's part."""

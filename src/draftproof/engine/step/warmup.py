@@ -109,13 +109,16 @@ class WarmUp:
             return self._ops.runtime.seconds(lambda: (flush_caches(), draft()), times=3)
 
     def run_forward(self, size: int) -> None:
-        """Run the costly part of a step of `size` rows without requests: K and V go to page 0."""
+        """Run the costly part of a step of `size` rows without requests: K and V go to page 0.
+
+        The page table is that of all steps: a captured pass is recorded anew for another one.
+        """
         slots, runner = self._step.slots, self._step.runner
         lines = torch.zeros((4, size), dtype=torch.int64, device=slots.device)
         torch.arange(size, out=lines[1])
         # Tokens that differ: rows of one token would select the same few experts.
         torch.remainder(lines[1] * TOKEN_STRIDE, runner.model.config.vocab_size, out=lines[0])
-        rows = Rows(lines[0], lines[1], lines[2], lines[3], torch.zeros_like(slots.columns.page_table))
+        rows = Rows(lines[0], lines[1], lines[2], lines[3], slots.columns.page_table)
         runner.logits(runner.forward(rows))
 
 

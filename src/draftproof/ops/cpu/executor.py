@@ -25,7 +25,7 @@ class Executor:
     def __init__(self, threads: int) -> None:
         self.team = Team(threads)
         self.recorder: Recorder | None = None
-        self.later: list[Kernel] = []  # needed after a pass, and compiled with its kernels
+        self.later: set[Kernel] = set()  # needed after a pass, and compiled with its kernels
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate the output of a call, in the recorded program while recording."""

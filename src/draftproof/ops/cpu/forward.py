@@ -128,7 +128,7 @@ class CpuForward(CpuLatent):
             make = form.embed
             assert make is not None
             if self._run.recorder is not None:  # a tied table is multiplied for the logits
-                self._run.later.append(form.kernel(packed, False))
+                self._run.later.add(form.kernel(packed, False))
             sizes = (packed.weight, packed.columns, packed.depth)
             self._run.call(make(packed, table.dtype), tokens.shape[0], [out], [tokens], sizes, small=True)
             return out

@@ -8,10 +8,8 @@ is valid until the next graph of its pool runs.
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -24,6 +22,7 @@ from draftproof.ops.triton.compile_ahead import compile_ahead
 from draftproof.ops.triton.gemm.autotune import TileTuner
 from draftproof.ops.triton.kernel_utils import LaunchContext
 from draftproof.ops.triton.memory.virtual import VirtualMemory
+from draftproof.registry import no_collection
 
 T = TypeVar("T")
 CAPTURED_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -87,7 +86,7 @@ class TritonRuntime(Runtime):
         here.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         with (
-            _no_collection(),
+            no_collection(),  # freeing device memory would break the graph
             torch.cuda.graph(
                 graph, pool=self._pools[pool], stream=self._side, capture_error_mode="thread_local"
             ),
@@ -199,15 +198,3 @@ class Stages:
     def put(self, stage: Stage) -> None:
         """Give a buffer back."""
         self._idle[len(stage.bytes)].append(stage)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable garbage collection during a capture: freeing device memory would break the graph."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

@@ -12,8 +12,7 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -168,25 +167,30 @@ class Kernel:
     def address(self) -> int:
         with self._lock:
             if self._compiled is None:
-                self._compiled = self.compiled()
+                self._compiled = self.compile()
             return int(self._compiled.address)
+
+    @cached_property
+    def _cache(self) -> SourceCache | None:
+        """Return the disk cache; None without a writable folder: the kernel is compiled at every start."""
+        try:
+            return SourceCache(self.fn)
+        except RuntimeError:
+            return None
 
     @property
     def is_available(self) -> bool:
-        """Return whether nothing is left to compile, or nothing that another process could leave here."""
-        if self._compiled is not None:
+        """Return whether the kernel is loaded or cached, or no folder for the cache is writable."""
+        if self._compiled is not None or self._cache is None:
             return True
-        try:
-            return SourceCache(self.fn).has(self.signature, cpu_target.target_context.codegen())
-        except RuntimeError:  # no writable folder
-            return True
+        return self._cache.has(self.signature, cpu_target.target_context.codegen())
 
-    def compiled(self) -> CFunc:
-        """Return the compiled or cached function."""
+    def compile(self) -> CFunc:
+        """Compile the function, or load it from the cache."""
         args, result = self.signature.args, self.signature.return_type
         made = CFunc(self.fn, (args, result), locals={}, options=dict(OPTIONS))
-        with suppress(RuntimeError):  # no writable folder: compiled at every start
-            made._cache = SourceCache(self.fn)
+        if self._cache is not None:
+            made._cache = self._cache
         with no_collection():
             made.compile()
         return made

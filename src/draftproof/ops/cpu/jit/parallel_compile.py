@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,13 +20,16 @@ from numba.core.compiler_lock import global_compiler_lock
 from draftproof.ops.cpu.jit.compile import Kernel, new_symbol_numbers
 
 MAX_PROCESSES = 8
+MAX_KERNELS = 256  # an index in the queue is one byte
+MAX_WAIT_SECONDS = 60.0  # for children after the last kernel was taken; then they are killed
+WAIT_INTERVAL_SECONDS = 0.01
 
 
 def compile_kernels(kernels: Sequence[Kernel]) -> None:
     """Compile the kernels that are neither loaded nor in the disk cache, if several cores can do it."""
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_available]
     missing.sort(key=lambda kernel: _code_bytes(kernel.fn, set()), reverse=True)
-    missing = missing[:256]  # an index is one byte
+    missing = missing[:MAX_KERNELS]
     count = min(_num_cores(), MAX_PROCESSES, len(missing)) - 1
     if count < 1:
         return
@@ -34,18 +38,27 @@ def compile_kernels(kernels: Sequence[Kernel]) -> None:
     os.close(end)
     children: list[int] = []
     try:
-        with global_compiler_lock:  # no other thread changes the state of the compiler that a child copies
-            children += [_fork(missing, queue) for _ in range(count)]
+        # under the lock no other thread changes the state of the compiler that a child copies
+        with global_compiler_lock, suppress(OSError):  # without room for a process this one compiles the rest
+            for _ in range(count):
+                children.append(_fork(missing, queue))
         _compile_next(queue, lambda i: missing[i].address)
-    except BaseException:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-        raise
+        deadline = time.monotonic() + MAX_WAIT_SECONDS
+        while any(map(_is_running, children)) and time.monotonic() < deadline:
+            time.sleep(WAIT_INTERVAL_SECONDS)
     finally:
         os.close(queue)
-        for child in children:
-            with suppress(ChildProcessError):  # SIGCHLD is ignored in this process
+        for child in filter(_is_running, children):  # a lock of another thread may have been copied
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
+
+
+def _is_running(child: int) -> bool:
+    try:
+        return os.waitpid(child, os.WNOHANG)[0] == 0
+    except ChildProcessError:  # it was waited for, or SIGCHLD is ignored in this process
+        return False
 
 
 def _num_cores() -> int:
@@ -61,7 +74,7 @@ def _compile_next(queue: int, compiled: Callable[[int], object]) -> None:
 def _fork(kernels: Sequence[Kernel], queue: int) -> int:
     """Start a child that compiles kernels of the queue; return its process id."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the child uses none of the threads' locks
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: a child that hangs is killed
         child = os.fork()
     if child:
         return child
@@ -69,7 +82,7 @@ def _fork(kernels: Sequence[Kernel], queue: int) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         new_symbol_numbers()
-        _compile_next(queue, lambda i: kernels[i].compiled())
+        _compile_next(queue, lambda i: kernels[i].compile())
     finally:
         os._exit(0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,7 +108,7 @@ class Recorder:
         self.calls.append(line + [0] * (WIDTH - len(line)))
         self.scratch = max(self.scratch, scratch)
 
-    def finish(self, results: Sequence[Tensor], later: Sequence[Kernel] = ()) -> Program:
+    def finish(self, results: Sequence[Tensor], later: Iterable[Kernel] = ()) -> Program:
         """Return the program, with every buffer at its final address.
 
         Kernels that are needed `later` are compiled at the same time.

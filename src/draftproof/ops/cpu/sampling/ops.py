@@ -27,7 +27,7 @@ class CpuSampling(ComposedSampling):
 
     def __init__(self, run: Executor) -> None:
         self._run = run
-        run.later.append(kernels.argmax)
+        run.later.add(kernels.argmax)
 
     def argmax(self, logits: Tensor) -> Tensor:
         logits, rows, vocab = check_logits(logits)

@@ -299,10 +299,7 @@ def prefill_attention_kernel(
 
 
 class PrefillAttention:
-    """Launcher of the kernels; `worklists` belong to the forward pass that has begun.
-
-    `has_wgmma`: the chip has the asynchronous tensor core instructions of Hopper.
-    """
+    """Launcher of the kernels; `worklists`: of the pass that has begun, `has_wgmma`: it is Hopper."""
 
     def __init__(self, has_pdl: bool, has_wgmma: bool, num_sms: int, partials: PartialBuffers) -> None:
         self.has_pdl, self.has_wgmma, self._num_sms, self._partials = has_pdl, has_wgmma, num_sms, partials

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftproof.ops.triton.compile_ahead import is_compiling
 from draftproof.ops.triton.kernel_utils import next_power_of_two
 from draftproof.ops.triton.sampling.sort_key import LOWEST_KEY, key_to_id, sort_key
 
@@ -112,8 +113,9 @@ def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k > MAX_TWO_STAGE_K or groups > MAX_GROUPS:
         keys = torch.empty((rows, vocab), dtype=torch.int64, device=device)
         key_kernel[(rows, triton.cdiv(vocab, 1024))](logits, keys, vocab, BLOCK=1024, num_warps=4)
+        if is_compiling():
+            keys.fill_(0x7FFFFFFF)  # a valid key, of id 0
         ids = 0x7FFFFFFF - (keys.topk(k, dim=1).values & 0x7FFFFFFF)
-        ids.clamp_(max=vocab - 1)  # where kernels are only compiled, the keys are zeros
         return logits.gather(1, ids), ids
     keys = torch.empty((rows, groups), dtype=torch.int64, device=device)
     group_best_kernel[(rows, triton.cdiv(vocab, CHUNK))](
