@@ -86,6 +86,7 @@ CASES = (
     Case("verify 16x4 at 16k", "short", 16, 4, 16384),
     Case("prefill 8192 rows, second chunk", "tall", 1, 8192, 16384),
     Case("prefill 8192 rows, first chunk", "tall", 1, 8192, 8192),
+    Case("prefill 16384 rows, one request", "tall", 1, 16384, 16384),
     Case("prefill 8192 rows, SmolLM2 heads", "tall 64", 1, 8192, 8192, SMALL_HEADS),
     *(
         Case(f"{name} {rows}", table, slots, rows_of_slot, context, kv_dtype=dtype)
