@@ -339,12 +339,12 @@ class PrefillAttention:
             short = config(next((found for limit, found in limits if count <= limit), SHORT_TILES_512))
             launch(short, attend_even(short, 0), count, no_scratch, **pdl_options)
         else:
-            tall_tiles = TALL_TILES_SM90 if self.has_wgmma and not is_quantized_cache else TALL_TILES
-            short, tall = config(SHORT_TILES), config(tall_tiles)
+            short, tall = config(SHORT_TILES), config(TALL_TILES_SM90 if self.has_wgmma else TALL_TILES)
             heights = short.height // group, tall.height // group
             short_tiles, tall_tiles = self.worklists.short_and_tall(rows, *heights)
             programs = 2 * triton.cdiv(count, heights[1])
-            if is_selected and tall.specialized_stages and count >= warp_specialized.MIN_TALL_ROWS:
+            has_stages = tall.specialized_stages and not is_quantized_cache
+            if is_selected and has_stages and count >= warp_specialized.MIN_TALL_ROWS:
                 warp_specialized.launch_tiles(
                     q, rows, heads, cache, out, tall_tiles, programs, height=tall.height,
                     stages=tall.specialized_stages, launches_next=self.has_pdl, waits=False,
