@@ -15,6 +15,7 @@ from draftproof.audit.probes.against import _add_logprobs
 from draftproof.audit.probes.bookkeeping import defects
 from draftproof.audit.probes.replay import compared, difference
 from draftproof.audit.probes.result import Plan, Status
+from draftproof.audit.report.verdict import curl
 from draftproof.audit.self_test import STUB_URL
 from draftproof.audit.stats.listed import listed
 from draftproof.audit.stats.rows import rows
@@ -113,6 +114,39 @@ def test_tokens_are_scored_by_the_second_endpoint(fault: Fault, status: Status) 
     )
     result = report.result("against_top1")
     assert result.status is status and result.tokens > 60, result
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, {"a/v1": "stub", "b/v1": "stub"}),
+        ({"model": "m"}, {"a/v1": "m", "b/v1": "m"}),
+        ({"model": "m", "against_model": "n"}, {"a/v1": "m", "b/v1": "n"}),
+    ],
+)
+def test_second_endpoint_has_its_own_url_and_model(options: dict[str, str], names: dict[str, str]) -> None:
+    """Check the model of all requests, and the commands that reproduce a difference."""
+    servers = {"a": StubServer(StubModel(3)), "b": StubServer(StubModel(4))}
+    sent: dict[str, set[str]] = {name: set() for name in names}
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.content:
+            sent[f"{request.url.host}/v1"].add(json.loads(request.content)["model"])
+        return servers[request.url.host].handle(request)
+
+    report = audit(
+        "http://a/v1",
+        against="http://b/v1",
+        transport=httpx.MockTransport(handle),
+        plan=PLAN,
+        only=["against"],
+        **options,
+    )
+    assert sent == {address: {name} for address, name in names.items()}
+    finding = report.result("against_greedy").findings[0]
+    for made, (address, name) in zip(finding.calls, names.items(), strict=True):
+        command = curl(report.url, made)
+        assert f"curl -s http://{address}/completions " in command and f'"model": "{name}"' in command
 
 
 def test_token_is_found_in_its_list_by_id() -> None:

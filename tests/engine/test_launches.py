@@ -15,11 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import heads
 import tiny
+from draftproof.config import EngineConfig
+from draftproof.engine.parallel.model_part import cut_checkpoint, plan_cuts
 from draftproof.models.draft_head.model import DraftHeadModel, TargetParts
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
 from draftproof.models.weight_formats import FloatWeight
 from draftproof.ops import KVLayout
+from draftproof.ops.contract.communicator import Communicator
+from draftproof.ops.parallel.forward import use_communicator
 from draftproof.propose import ProposerEnv
 from draftproof.propose.head import Eagle3Proposer
 from draftproof.types import DeviceBatch, Draft, DraftSpec, Rows
@@ -172,35 +176,54 @@ def test_taps_need_no_launch(triton_ops: Any, monkeypatch: pytest.MonkeyPatch) -
     assert counts[0] == counts[1] == {"embed_kernel": 1, "fused_layers_kernel": 1, "rms_norm_kernel": 1}
 
 
+class TwoRanks(Communicator):
+    """Rank 0 of two; the other one's tensors are the same."""
+
+    size = 2
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, x])
+
+
 def attention_passes(
-    triton_ops: Any, kind: str, monkeypatch: pytest.MonkeyPatch, **fields: Any
+    triton_ops: Any,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str = "llama",
+    num_ranks: int = 1,
+    **fields: Any,
 ) -> list[list[Any]]:
     """Return the kernels of each pass of a decoder or head whose attention is that of few rows on Hopper."""
     from triton.runtime.jit import JITFunction
 
     from draftproof.ops.triton.attention import warp_specialized
 
-    sizes = {**SMALL, "head_dim": 128}
+    sizes = {**SMALL, "head_dim": 128, "num_heads": 4, "num_kv_heads": 2}
     monkeypatch.setattr(triton_ops.forward, "one_launch", False)
-    monkeypatch.setitem(tiny.ARCHITECTURES, "long", {"architecture": "LlamaForCausalLM", **sizes})
+    name = f"long {architecture}"
+    monkeypatch.setitem(tiny.ARCHITECTURES, name, {**tiny.ARCHITECTURES[architecture], **sizes})
     passes: list[list[Any]] = []
     monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: passes[-1].append(self))
     monkeypatch.setattr(triton_ops.forward, "begin_pass", lambda rows: passes.append([]))
-    made, column = tiny.checkpoint("long", "bfloat16"), torch.zeros(5, dtype=torch.int64)
+    made, column = tiny.checkpoint(name, "bfloat16"), torch.zeros(5, dtype=torch.int64)
     table = torch.zeros((4, warp_specialized.LONG_TABLE_TOKENS // PAGE), dtype=torch.int32)
     rows = Rows(column, column, column, column, table)
+    if num_ranks > 1:
+        options = EngineConfig(model=name, tensor_parallel_size=num_ranks)
+        use_communicator(triton_ops, TwoRanks())
+        made = cut_checkpoint(options, made, triton_ops, plan_cuts(options, made, triton_ops, rank=0))
     if kind == "decoder":
         model = create_model(made.config, made.weights, triton_ops, 64)
         sizes = {"num_pages": 9, "page_size": PAGE, "max_rows": 32}
         Runner(model, triton_ops, made.dtype, captures=False, **sizes).forward(rows)
         return passes
-    config = heads.head_config(kind, "long", "bfloat16", **sizes, share_lm_head=True, **fields)
+    config = heads.head_config(kind, name, "bfloat16", **sizes, share_lm_head=True, **fields)
     embedding = made.tensors["model.embed_tokens.weight"]
     target = (made.config, config.target, torch.bfloat16, embedding, None)
     parts = TargetParts(*target, lm_head_rows=lambda ids: embedding[ids])
     tensors = {name: FloatWeight(tensor) for name, tensor in heads.head_tensors(config).items()}
     head = DraftHeadModel(config, tensors, triton_ops, 64, parts, 8)
-    caches = KVLayout(config.num_layers, 1, 128, torch.bfloat16).allocate(9, PAGE, CPU)
+    caches = KVLayout(config.num_layers, 2, 128, torch.bfloat16).allocate(9, PAGE, CPU)
     feature = torch.zeros((5, SMALL["hidden_size"]), dtype=torch.bfloat16)
     head.forward(rows, feature, caches)
     return passes
@@ -208,6 +231,12 @@ def attention_passes(
 
 PASSES: list[tuple[str, dict[str, Any]]] = [
     ("decoder", {}),
+    ("decoder", {"architecture": "mixtral"}),
+    ("decoder", {"architecture": "qwen3_moe"}),
+    ("decoder", {"architecture": "gemma3"}),
+    ("decoder", {"num_ranks": 2}),
+    ("decoder", {"architecture": "qwen3_moe", "num_ranks": 2}),
+    ("decoder", {"architecture": "gemma3", "num_ranks": 2}),
     ("eagle3", {}),
     ("eagle3", {"norm_before_residual": True}),
     ("eagle", {}),

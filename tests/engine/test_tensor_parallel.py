@@ -3,8 +3,11 @@
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch
 import heads
 import tiny
 from draftproof import LLM, SamplingParams
+from draftproof.engine.parallel.rank_folder import RankFolder
 from draftproof.errors import ConfigError, EngineDeadError
 from draftproof.models.load import load_checkpoint
 from draftproof.ops.parallel import communicator as processes
@@ -209,6 +213,32 @@ def test_killed_rank_ends_the_engine_with_the_reason(tmp_path):
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             llm.generate(prompt, params)
     assert not rank_pids(os.getpid())
+
+
+def test_folder_of_a_killed_engine_is_removed_at_the_next_start(tmp_path, monkeypatch):
+    """Check that folders of running engines, this one's among them, stay."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    code = (
+        "import time; from draftproof.engine.parallel.rank_folder import RankFolder; folder = RankFolder()\n"
+        "print(folder.path, flush=True); time.sleep(600)"
+    )
+    others = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)]
+    killed, running = (Path(other.stdout.readline().decode().strip()) for other in others)
+    try:
+        others[0].kill()
+        others[0].wait()
+        assert {killed, running} == set(tmp_path.iterdir())
+        own, second = RankFolder(), RankFolder()
+        assert {running, own.path, second.path} == set(tmp_path.iterdir())
+        own.remove()
+        second.remove()
+        assert [running] == list(tmp_path.iterdir())
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+            other.stdout.close()
 
 
 def test_refused_options_start_no_process(tmp_path):

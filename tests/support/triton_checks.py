@@ -630,19 +630,37 @@ def top() -> None:
 
     The last rows have more candidates than fit into the buffer, or ties at the k-th value.
     """
-    topk.CHUNK, topk.GROUP = 32, 8
+    small = {"CHUNK": 32, "GROUP": 8, "MAX_MEMBERS": 64}
     for vocab, k in ((61, 5), (61, 61), (3, 1), (200, 100), (400, 8)):
         logits = rows_of(5, vocab)
         if vocab == 400:
             logits[3] = -1.0
             logits[4] = (torch.arange(vocab) * 37 % 41 > 37).float()
-        topk.MAX_TWO_STAGE_K = 8
-        got, want = ops.sampling.top(logits, k), ref.sampling.top(logits, k)
+        with mock.patch.multiple(topk, **small):
+            got = ops.sampling.top(logits, k)
+        want = ref.sampling.top(logits, k)
         assert torch.equal(got[1], want[1]) and bits(got[0]) == bits(want[0]), (vocab, k)
     # as `compile_ahead`: kernels do not run, and what they would write is zero
     skipped = mock.patch.multiple(topk, key_kernel=mock.MagicMock(), is_compiling=lambda: True)
     with skipped, mock.patch.object(torch, "empty", torch.zeros):
         assert topk.top(rows_of(2, 200), 100)[1].max() < 200
+
+
+@check
+def top_of_a_large_vocabulary() -> None:
+    """Check the vocabulary of Gemma 3, which has one group of 64 ids more than one program sorts."""
+    vocab, k = 262_208, 8
+    assert topk.group_size(vocab - 64) == 64 and topk.group_size(vocab) == 128
+    logits = rows_of(1, vocab)
+    logits[0, [7, 100, 127, 128, 262_143, 262_144, 262_207]] = 100.0  # ties within groups and in the last one
+    rows, tokens = torch.zeros(1, dtype=torch.int64), torch.tensor([262_144])
+    with mock.patch.object(topk, "key_kernel"):  # of the path by sort keys
+        got = ops.sampling.top(logits, k)
+        scored = ops.sampling.logprobs(logits, rows, tokens, k)
+        assert not topk.key_kernel.mock_calls
+    want = ref.sampling.top(logits, k)
+    assert torch.equal(got[1], want[1]) and bits(got[0]) == bits(want[0])
+    assert torch.equal(scored.ids, want[1]) and scored.ranks.tolist() == [6]
 
 
 @check

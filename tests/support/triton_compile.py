@@ -370,7 +370,7 @@ def main() -> None:
             ops.sampling.argmax(logits), ops.sampling.logsumexp(logits), ops.sampling.rank(logits, ints)
             ops.sampling.gumbel_argmax(logits, ints, ints, 0), ops.sampling.uniform(ints, ints, 1)
             ops.sampling.truncate(logits, ints, floats, floats)
-            for vocab, k in ((49152, 1), (49152, 20), (128256, 64)):
+            for vocab, k in ((49152, 1), (49152, 20), (128256, 64), (262208, 20)):
                 ops.sampling.top(torch.empty((3, vocab)), k)
             with contextlib.suppress(RuntimeError, IndexError):  # what follows its kernel needs real keys
                 ops.sampling.top(logits, 65)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from draftproof import __version__
-from draftproof.audit.client.discovery import Dialect, discover
+from draftproof.audit.client.discovery import discover
 from draftproof.audit.client.endpoint import Endpoint
 from draftproof.audit.client.exchange import ExchangeFile
 from draftproof.audit.probes import (
@@ -79,6 +79,7 @@ def audit(
     *,
     against: str | None = None,
     model: str | None = None,
+    against_model: str | None = None,
     api: str = "auto",
     key: str | None = None,
     suite: str = "quick",
@@ -97,8 +98,10 @@ def audit(
 ) -> Report:
     """Audit an OpenAI-compatible endpoint.
 
-    `only` names stages to run. `body` is added to every request. `without` holds the fields that switch
-    speculation off. `resume` is a file that keeps answers, so that a stopped audit continues.
+    `model` is the name at both endpoints, `against_model` another one at the second; default: the first that
+    an endpoint lists. `only` names stages to run. `body` is added to every request. `without` holds the
+    fields that switch speculation off. `resume` is a file that keeps answers, so that a stopped audit
+    continues.
     """
     unknown = [name for name in only or () if name not in STAGES]
     if unknown:
@@ -119,7 +122,7 @@ def audit(
     started = time.monotonic()
     try:
         _run(report, endpoint, other, plan, discover_as=(model, api, body or {}), only=only, without=without,
-             on_progress=on_progress)  # fmt: skip
+             other_model=against_model or model, on_progress=on_progress)  # fmt: skip
     finally:
         endpoint.close()
         if other is not None:
@@ -139,6 +142,7 @@ def _run(
     plan: Plan,
     *,
     discover_as: tuple[str | None, str, Mapping[str, Any]],
+    other_model: str | None,
     only: Collection[str] | None,
     without: Mapping[str, Any] | None,
     on_progress: Callable[[str, float], None] | None,
@@ -150,7 +154,8 @@ def _run(
         report.model, report.missing = dialect.model, dialect.missing
         context = Context(endpoint, dialect, plan, plain_body=without)
         if other is not None:
-            context.other, context.other_dialect = other, _other_dialect(other, dialect)
+            api = "chat" if dialect.is_chat else "completions"  # the same route
+            context.other, context.other_dialect = other, discover(other, other_model, api, dialect.extra)
         if on_progress is not None:
             context.on_progress = on_progress
         for name, probes in STAGES.items():
@@ -163,11 +168,6 @@ def _run(
     if context is not None:
         report.results.extend(bookkeeping.run(context))
         _add_drafts(report, context)
-
-
-def _other_dialect(other: Endpoint, dialect: Dialect) -> Dialect:
-    """Return the dialect of the second endpoint, on the same route."""
-    return discover(other, None, "chat" if dialect.is_chat else "completions", dialect.extra)
 
 
 def _add_drafts(report: Report, context: Context) -> None:

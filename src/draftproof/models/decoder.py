@@ -53,7 +53,8 @@ class DenseDecoder:
         self.embedding: Tensor | QuantizedTable
         if table.format in ops.forward.table_formats:
             packed = packer.packed(["model.embed_tokens"], bias=False)
-            self.embedding = QuantizedTable(packed, (config.vocab_size, config.hidden_size), dtype)
+            shape = config.vocab_size, config.hidden_size
+            self.embedding = QuantizedTable(packed, shape, dtype, is_lm_head=config.tie_embeddings)
         else:
             self.embedding = packer.tensor("model.embed_tokens.weight")
         self.layers = [

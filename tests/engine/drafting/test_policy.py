@@ -12,7 +12,7 @@ import pytest
 import heads
 import tiny
 from draftproof.engine.drafting.acceptance_warning import MIN_DRAFTS
-from draftproof.engine.drafting.budget import FIRST_PROBE_LENGTH, MAX_PROBE_INTERVAL
+from draftproof.engine.drafting.budget import FIRST_PROBE_LENGTH, MAX_PROBE_INTERVAL, DraftBudget
 from draftproof.engine.drafting.policy import DraftModel, DraftPolicy, DraftRun, StepObservation
 from draftproof.engine.drafting.run_ahead import StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
@@ -115,6 +115,20 @@ def test_fixed_request_always_gets_its_limit() -> None:
 def test_room_limits_drafts() -> None:
     steps = Steps(FLAT)
     assert steps.policy.decide(steps.slots, np.array([1, 0]), keys=1).drafts.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("milliseconds_of_a_draft", "kept"), [(0.0, 8), (30.0, 0)])
+def test_drafts_beside_a_prompt_pay_for_their_context(milliseconds_of_a_draft: float, kept: int) -> None:
+    """Check drafts that were chosen while rows were cheap, when a prompt joins their step."""
+    cost = StepCost({1: 10.0, 64: 11.0}, interpolate=True, learns=False)
+    budget, slots = DraftBudget(1, cost), np.zeros(1, np.int64)
+    budget.start(0, 8, adaptive=True)
+    for _ in range(8):
+        budget.record(slots, np.array([8]), np.array([8]))
+        budget.choose(slots, np.array([8]), 1000)
+    cost._per_draft_key = milliseconds_of_a_draft / 1000
+    budget.choose(slots, np.array([8]), 1000)
+    assert budget.refit(slots, np.array([8]), 33).tolist() == [kept]
 
 
 def test_requests_without_drafts_get_the_same_array() -> None:

@@ -134,12 +134,12 @@ def test_drafts_cost_more_behind_a_long_context_and_not_behind_a_short_one() -> 
         num_drafts = 0 if i % 16 == 3 else (12, 6, 15)[i % 3]
         cost.observe(1 + num_drafts, 5000, seconds(num_drafts, 5000), num_drafts=num_drafts)
     for keys in (5000, 500):
-        table = cost.table_for(1, keys)
+        table = cost.table_for(1, cost.draft_context_seconds(1, keys))
         for num_drafts in (6, 12, 15):
             found = float(np.interp(1 + num_drafts, *table)) + cost.context_seconds(keys)
             assert found == pytest.approx(seconds(num_drafts, keys), rel=0.1)
     # two requests: each draft reads the keys of its own
-    added = cost.table_for(2, 5000)[1] - cost.table[1]
+    added = cost.table_for(2, cost.draft_context_seconds(2, 5000))[1] - cost.table[1]
     assert added[:2].tolist() == [0, 0] and added[2] == pytest.approx(0.001 * 2500, rel=0.2)
 
 
@@ -147,7 +147,7 @@ def test_drafts_of_padded_steps_have_no_cost_by_context() -> None:
     cost = StepCost({1: 1.0, 16: 1.5})
     for i in range(40):
         cost.observe(16 if i % 4 else 1, 5000, 3.0 if i % 4 else 1.5, num_drafts=15 if i % 4 else 0)
-    assert cost.table_for(1, 5000) is cost.table
+    assert not cost.draft_context_seconds(1, 5000) and cost.table_for(1, 0.0) is cost.table
 
 
 def test_a_large_batch_behind_a_small_one_sees_what_its_drafts_cost() -> None:

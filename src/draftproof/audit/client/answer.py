@@ -50,6 +50,7 @@ class Answer:
     label: str
     path: str
     body: Mapping[str, Any]
+    url: str = ""  # of the endpoint
     text: str = ""
     positions: list[Position] = field(default_factory=list)
     finish_reason: str | None = None

@@ -34,6 +34,7 @@ class Call:
     label: str
     path: str
     body: Mapping[str, Any]
+    url: str = ""  # of the endpoint; empty: of the audited one
 
 
 def base_url(url: str) -> str:
@@ -107,7 +108,8 @@ class Endpoint:
     def send(self, call: Call) -> Answer:
         """Send one request and return its answer, with `error` set if there is none."""
         found = self._attempts(call.label, call.path, call.body)
-        answer = Answer(call.label, call.path, call.body, status=found.status, seconds=found.seconds)
+        answer = Answer(call.label, call.path, call.body, self.url)
+        answer.status, answer.seconds = found.status, found.seconds
         answer.error = found.error
         if found.events:
             fill(answer, found.events, bool(call.body.get("stream")))

@@ -97,7 +97,7 @@ class Context:
 
 def call_of(answer: Answer) -> Call:
     """Return the request of an answer."""
-    return Call(answer.label, answer.path, answer.body)
+    return Call(answer.label, answer.path, answer.body, answer.url)
 
 
 def not_testable(test: str, title: str, reason: str) -> Result:

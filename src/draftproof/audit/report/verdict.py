@@ -168,4 +168,4 @@ def curl(url: str, call: Call) -> str:
     body: Mapping[str, Any] = call.body
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     header = "-H 'Content-Type: application/json' -H \"Authorization: Bearer $API_KEY\""
-    return f"curl -s {url}/{call.path} {header} -d {data}"
+    return f"curl -s {call.url or url}/{call.path} {header} -d {data}"

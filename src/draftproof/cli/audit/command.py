@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--against", metavar="URL", help="a second endpoint that must return the same outputs")
     add("--model", metavar="NAME", help="name of the model (default: the first that the endpoint lists)")
+    add("--against-model", metavar="NAME", help="its name at the second endpoint (default: that of --model)")
     add("--key-env", metavar="NAME", help="environment variable that holds the API key")
     add("--suite", choices=("quick", "full"), default="quick", help="size of the audit (default: quick)")
     add("--budget", type=int, metavar="TOKENS", help="tokens of prompts and outputs together, about")
@@ -113,6 +114,7 @@ def _audited(options: argparse.Namespace, console: Console) -> Report:
             options.url,
             against=options.against,
             model=options.model,
+            against_model=options.against_model,
             api=options.api,
             key=key,
             suite=options.suite,

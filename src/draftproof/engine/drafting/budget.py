@@ -60,6 +60,7 @@ class DraftBudget:
         self._has_drafts = self._is_host_bound = False
         self._new_request_drafts = 0
         self._context = self._floor = 0.0  # seconds, of the step it was made for
+        self._draft_context = 0.0  # seconds, of each draft
 
     @property
     def limit(self) -> Ints:
@@ -117,6 +118,7 @@ class DraftBudget:
         cost = self._cost
         self._context = context = cost.context_seconds(keys)
         self._floor = floor = cost.host_floor(context)
+        self._draft_context = cost.draft_context_seconds(len(slots), keys)
         draft_cost = cost.draft_seconds(len(slots)) if self._charges_drafting and not num_fixed else 0.0
         if not draft_cost and cost.row_seconds(len(slots) + int(max_drafts.sum())) <= floor:
             self._new_request_drafts = MAX_SPECULATIVE_TOKENS
@@ -130,7 +132,7 @@ class DraftBudget:
         is_probe_due = self._num_steps >= next_probe
         found: budget_kernels.Assignment = budget_kernels.plan_drafts(
             self._columns, self._posteriors, slots, max_drafts, gains, flat_gains, rows,
-            cost.table_for(len(slots), keys), context, floor, draft_cost, is_probe_due,
+            cost.table_for(len(slots), self._draft_context), context, floor, draft_cost, is_probe_due,
         )  # fmt: skip
         self._new_request_drafts = found.new_request_drafts
         self._hold(slots, found.assigned, found.num_assigned)
@@ -197,7 +199,7 @@ class DraftBudget:
         flat_gains.sort()
         kept, _, _ = budget_kernels.choose_drafts(
             self._columns, slots, drafts, gains, flat_gains, rows,
-            self._cost.table, self._context, self._floor, 0.0,
+            self._cost.table_for(rows, self._draft_context), self._context, self._floor, 0.0,
         )  # fmt: skip
         return kept  # type: ignore[no-any-return]
 

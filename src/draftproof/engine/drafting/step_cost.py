@@ -197,12 +197,12 @@ class StepCost:
         self._per_draft_key = found if not self._num_draft_steps else min(self._per_draft_key, found)
         self._num_draft_steps += 1
 
-    def table_for(self, requests: int, keys: int) -> Floats64:
-        """Return the table for drafts of so many requests with `keys` stored tokens."""
-        if not self._per_draft_key:
+    def table_for(self, rows: int, draft_context_seconds: float) -> Floats64:
+        """Return the table with the context of drafts, where `rows` rows of a step are no drafts."""
+        if not draft_context_seconds:
             return self.table
         made = self.table.copy()
-        made[1] += self.draft_context_seconds(requests, keys) * np.maximum(made[0] - requests, 0)
+        made[1] += draft_context_seconds * np.maximum(made[0] - rows, 0)
         return made
 
     def draft_context_seconds(self, requests: int, keys: int) -> float:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from draftproof.config import EngineConfig
+from draftproof.engine.parallel.rank_folder import RankFolder
 from draftproof.errors import ConfigError, EngineDeadError, LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.weights.sharding import Sharding
@@ -78,8 +77,8 @@ class RankProcesses:
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the processes; `wait_reports` returns when each has imported its modules."""
-        self.folder = tempfile.mkdtemp(prefix="draftproof-ranks-")
-        self.path = os.path.join(self.folder, "store")  # of the file at which the ranks meet
+        folder = RankFolder()
+        self.path = str(folder.path / "store")  # of the file at which the ranks meet
         self.failure: EngineDeadError | None = None
         self._has_failed = threading.Event()
         self._on_failure: Any = lambda: None
@@ -87,7 +86,7 @@ class RankProcesses:
         self._sends = True
         self._watcher: threading.Thread | None = None
         self._processes: list[RankProcess] = []
-        self._finalizer = weakref.finalize(self, _end_all, self._processes, self.folder)
+        self._finalizer = weakref.finalize(self, _end_all, self._processes, folder)
         try:
             for rank in range(1, config.tensor_parallel_size):
                 self._processes.append(RankProcess(rank))
@@ -205,11 +204,11 @@ def _watch(ranks: weakref.ref[RankProcesses], processes: list[RankProcess]) -> N
             del owner
 
 
-def _end_all(processes: list[RankProcess], folder: str) -> None:
+def _end_all(processes: list[RankProcess], folder: RankFolder) -> None:
     for each in processes:
         with contextlib.suppress(OSError):
             if each.process.stdin is not None:
                 each.process.stdin.close()
     for each in processes:
         each.end()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.remove()

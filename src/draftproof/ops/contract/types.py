@@ -229,6 +229,7 @@ class QuantizedTable:
     packed: Any  # [V, D]
     shape: tuple[int, int]
     dtype: torch.dtype  # of the rows
+    is_lm_head: bool = False  # also multiplied for the logits
 
 
 @dataclass(frozen=True, slots=True)

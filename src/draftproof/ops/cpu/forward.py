@@ -127,7 +127,7 @@ class CpuForward(CpuLatent):
             form = QUANTIZED_FORMATS[packed.format]
             make = form.embed
             assert make is not None
-            if self._run.recorder is not None:  # a tied table is multiplied for the logits
+            if table.is_lm_head and self._run.recorder is not None:  # logits follow the pass
                 self._run.later.add(form.kernel(packed, False))
             sizes = (packed.weight, packed.columns, packed.depth)
             self._run.call(make(packed, table.dtype), tokens.shape[0], [out], [tokens], sizes, small=True)

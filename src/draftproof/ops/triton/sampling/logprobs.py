@@ -116,7 +116,7 @@ def logprob_finish_kernel(
 
 def is_supported(vocab: int, top: int) -> bool:
     """Return whether the two-stage top-k of these kernels supports the sizes."""
-    return top <= topk.MAX_TWO_STAGE_K and triton.cdiv(vocab, topk.GROUP) <= topk.MAX_GROUPS
+    return topk.is_two_stage(vocab, top)
 
 
 def logprobs(
@@ -130,8 +130,8 @@ def logprobs(
 ) -> None:
     """Launch both kernels, for sizes that `is_supported` accepts; the tensors of `out` are contiguous."""
     count, vocab, device = len(rows), logits.shape[1], logits.device
-    chunks, groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, topk.GROUP)
-    width = max(8, next_power_of_two(top))
+    group, width = topk.group_size(vocab), topk.padded_k(top)
+    chunks, groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, group)
     maxima, sums = torch.empty((2, count, chunks), dtype=torch.float32, device=device)
     counts = torch.empty((count, chunks), dtype=torch.int64, device=device)
     keys = torch.empty((count, groups if top else 0), dtype=torch.int64, device=device)
@@ -143,7 +143,7 @@ def logprobs(
     logprob_scan_kernel[(stride, chunks)](
         logits, rows, tokens, ids_named, maxima, sums, counts, named_counts, keys, count, vocab, chunks,
         groups, stride, TOP=top > 0, NAMED=width_named,
-        PER_PROGRAM=next_power_of_two(triton.cdiv(count, stride)), CHUNK=CHUNK, GROUP=topk.GROUP,
+        PER_PROGRAM=next_power_of_two(triton.cdiv(count, stride)), CHUNK=CHUNK, GROUP=group,
         **launch_options(pdl, num_warps=8, maxnreg=64),
     )  # fmt: skip
     logprob_finish_kernel[(count,)](
@@ -151,6 +151,6 @@ def logprobs(
         out.values, out.ids, out.ranks, *of_named, vocab, chunks, groups, top, width_named,
         LEVELS=(chunks - 1).bit_length(), TOP=top > 0,
         NAMED=next_power_of_two(width_named) if width_named else 0, K=width,
-        BLOCK=max(width, next_power_of_two(groups)), GROUP=topk.GROUP,
+        BLOCK=max(width, next_power_of_two(groups)), GROUP=group,
         **launch_options(pdl, num_warps=FINISH_WARPS, enable_fp_fusion=False),
     )  # fmt: skip

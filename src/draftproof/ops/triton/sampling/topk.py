@@ -1,8 +1,8 @@
 """Top-k of each row, ordered by value down, then id up.
 
-Up to MAX_TWO_STAGE_K: a row is split into groups, and its top k lie in the k groups with the best keys. One
-pass finds the best key of each group; one program per row sorts these keys, then the members of k groups.
-Above it: torch's top-k of the sort keys, which are all different, so that the order is unique.
+Up to MAX_MEMBERS ids in k groups: a row is split into groups, and its top k lie in the k groups with the best
+keys. One pass finds the best key of each group; one program per row sorts these keys, then the members of k
+groups. Above it: torch's top-k of the sort keys, which are all different, so that the order is unique.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from draftproof.ops.triton.compile_ahead import is_compiling
 from draftproof.ops.triton.kernel_utils import next_power_of_two
 from draftproof.ops.triton.sampling.sort_key import LOWEST_KEY, key_to_id, sort_key
 
-MAX_TWO_STAGE_K = 64
-GROUP = 64  # ids of one group
+GROUP = 64  # ids of one group; twice as many in a vocabulary of more than MAX_GROUPS such groups
 CHUNK = 4096  # ids of one program of the first stage
-MAX_GROUPS = 4096  # of a row, in the second stage
+MAX_GROUPS = 4096  # of a row, in the second stage: keys that one program sorts
+MAX_MEMBERS = 4096  # ids of k groups, k as a power of two
 
 
 @triton.jit
@@ -105,26 +105,43 @@ def key_kernel(logits, keys, V, BLOCK: tl.constexpr):
     tl.store(keys + row * V + ids, sort_key(x, ids), mask=ids < V)
 
 
+def group_size(vocab: int) -> int:
+    """Return the ids of one group."""
+    return GROUP if vocab <= GROUP * MAX_GROUPS else 2 * GROUP
+
+
+def padded_k(k: int) -> int:
+    """Return the number of groups that the second stage reads."""
+    return max(8, next_power_of_two(k))
+
+
+def is_two_stage(vocab: int, k: int) -> bool:
+    """Return whether one program can sort the group keys of a row, and the members of k groups."""
+    group = group_size(vocab)
+    return triton.cdiv(vocab, group) <= MAX_GROUPS and padded_k(k) * group <= MAX_MEMBERS
+
+
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return values and ids [R, k] of the top k of each row."""
     rows, vocab = logits.shape
     device = logits.device
-    width, groups = max(8, next_power_of_two(k)), triton.cdiv(vocab, GROUP)
-    if k > MAX_TWO_STAGE_K or groups > MAX_GROUPS:
+    if not is_two_stage(vocab, k):
         keys = torch.empty((rows, vocab), dtype=torch.int64, device=device)
         key_kernel[(rows, triton.cdiv(vocab, 1024))](logits, keys, vocab, BLOCK=1024, num_warps=4)
         if is_compiling():
             keys.fill_(0x7FFFFFFF)  # a valid key, of id 0
         ids = 0x7FFFFFFF - (keys.topk(k, dim=1).values & 0x7FFFFFFF)
         return logits.gather(1, ids), ids
+    group, width = group_size(vocab), padded_k(k)
+    groups = triton.cdiv(vocab, group)
     keys = torch.empty((rows, groups), dtype=torch.int64, device=device)
     group_best_kernel[(rows, triton.cdiv(vocab, CHUNK))](
-        logits, keys, vocab, groups, CHUNK=CHUNK, GROUP=GROUP, num_warps=8
+        logits, keys, vocab, groups, CHUNK=CHUNK, GROUP=group, num_warps=8
     )
     values = torch.empty((rows, k), dtype=torch.float32, device=device)
     ids = torch.empty((rows, k), dtype=torch.int64, device=device)
     top_kernel[(rows,)](
         logits, keys, values, ids, vocab, groups, k,
-        K=width, BLOCK=max(width, next_power_of_two(groups)), GROUP=GROUP, num_warps=4,
+        K=width, BLOCK=max(width, next_power_of_two(groups)), GROUP=group, num_warps=4,
     )  # fmt: skip
     return values, ids
