@@ -7,7 +7,7 @@ drafts. It is skipped while its rounds would lower the tokens per second: a requ
 from them, any other one the mean of the model's accepted drafts. A request copies if its last window was
 full, came from a search and was accepted to the last draft; a new request is taken to do what most requests
 do. Where each round is waited for (the CPU), the model itself stops when another round costs more than it is
-expected to bring; `decide` gives it both costs, in tokens.
+expected to gain; `decide` gives it both costs, in tokens.
 """
 
 from __future__ import annotations
