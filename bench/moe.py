@@ -65,6 +65,7 @@ def served(
         device=options.device,
         max_model_len=options.max_len,
         max_num_seqs=options.seqs,
+        kv_cache_tokens=options.max_len * options.seqs,
         enable_prefix_caching=False,
         speculative=SpeculativeConfig.parse(drafts) if drafts else None,
     )

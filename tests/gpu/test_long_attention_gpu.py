@@ -1,17 +1,19 @@
-"""Warp-specialised attention of Hopper has the bits of the other kernels, at short and long contexts."""
+"""Attention kernels of Hopper have the bits of the other kernels, at short and long contexts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftproof.ops import Attention, AttentionShape, Rows
-from draftproof.ops.triton.attention import few_rows, warp_specialized, worklist
+from draftproof.ops import Attention, AttentionShape, KVLayout, Rows
+from draftproof.ops.contract.kv_layout import KV_FORMATS, kv_format, split_page_bytes
+from draftproof.ops.triton.attention import few_rows, prefill, splitkv, tiles, warp_specialized, worklist
+from draftproof.ops.triton.attention.quantized import rows as quantized_rows
 from draftproof.ops.triton.backend import TritonOps
 
 
@@ -21,10 +23,12 @@ def has_hopper() -> bool:
 
 pytestmark = pytest.mark.skipif(not has_hopper(), reason="no GPU of compute capability 9.0")
 CUDA, BF16, POOL_TOKENS = torch.device("cuda"), torch.bfloat16, 32768
+NAN_BYTE = 0x7F  # of fp8; 127 of int8
 LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=128**-0.5, window=0)
 GROUP_OF_EIGHT = AttentionShape(num_q=64, num_kv=8, dim=128, scale=128**-0.5, window=0)
 GROUP_OF_ONE = AttentionShape(num_q=8, num_kv=8, dim=128, scale=128**-0.5, window=0)
 GROUP_OF_SIXTEEN = AttentionShape(num_q=128, num_kv=8, dim=128, scale=128**-0.5, window=0)
+KV_DTYPES = {"bf16": BF16, **{name: KV_FORMATS[name].dtype for name in ("fp8", "int8")}}
 Windows = list[tuple[int, int]]  # of each slot: its context, and rows at the end of it
 
 FEW: dict[str, Windows] = {
@@ -71,17 +75,36 @@ PROMPTS: dict[str, Windows] = {
 }
 
 
+def fill_cache(cache: Tensor, random: torch.Generator) -> None:
+    """Store random elements; quantised ones have scales around 0.01, no NaN, and some rows the scale 0."""
+    if kv_format(cache.dtype) is None:
+        cache.normal_(generator=random)
+        return
+    elements, scales = split_page_bytes(cache)
+    values = torch.empty(elements.shape, dtype=torch.float32, device=CUDA).normal_(std=60, generator=random)
+    limit = 127 if cache.dtype == torch.int8 else 448
+    elements.copy_(values.clamp(-limit, limit).to(cache.dtype))
+    scales.uniform_(0.005, 0.02, generator=random)
+    scales[:, ::97] = 0.0
+
+
 class Inputs:
     """Queries and rows on random pages; memory that no row may read holds NaN."""
 
-    def __init__(self, windows: Windows, heads: AttentionShape, page: int = 16) -> None:
-        self.heads = heads
+    def __init__(self, windows: Windows, heads: AttentionShape, page: int = 16, kv: str = "bf16") -> None:
+        self.heads, kv_dtype = heads, KV_DTYPES[kv]
         random = torch.Generator(device=CUDA).manual_seed(1)
         count = len(windows)
         pool_pages = POOL_TOKENS // page + count
-        shape = (2, pool_pages, page, heads.num_kv, heads.dim)
-        self.cache = torch.empty(shape, dtype=BF16, device=CUDA).normal_(generator=random)
-        self.cache[:, 0] = torch.nan
+        (self.cache,) = KVLayout(1, heads.num_kv, heads.dim, kv_dtype).allocate(pool_pages, page, CUDA)
+        fill_cache(self.cache, random)
+        elements = self.cache
+        if kv_format(kv_dtype) is not None:
+            elements, scales = split_page_bytes(self.cache)
+            elements = elements.view(torch.uint8)
+            scales[:, 0] = torch.nan
+        unread = torch.nan if kv_dtype == BF16 else NAN_BYTE
+        elements[:, 0] = unread
         max_pages = max(-(-max(n for n, _ in windows) // page), 16384 // page)
         table = torch.randint(1 + count, pool_pages, (count, max_pages), generator=random, device=CUDA)
         slots, positions = [], []
@@ -90,7 +113,9 @@ class Inputs:
             table[slot, used:] = 0
             if context:
                 table[slot, used - 1] = 1 + slot
-                self.cache[:, 1 + slot, (context - 1) % page + 1 :] = torch.nan
+                elements[:, 1 + slot, (context - 1) % page + 1 :] = unread
+                if kv_format(kv_dtype) is not None:
+                    scales[:, 1 + slot, :, (context - 1) % page + 1 :] = torch.nan
             slots += [slot if context else -1] * rows
             positions += [max(p, 0) for p in range(context - rows, context)]
         places = torch.tensor(positions, device=CUDA)
@@ -100,6 +125,11 @@ class Inputs:
         self.rows = Rows(torch.zeros_like(owners), places, owners, kv_index, table.int())
         shape = (len(slots), heads.num_q * heads.dim)
         self.q = torch.empty(shape, dtype=BF16, device=CUDA).normal_(generator=random)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys and values have scales."""
+        return kv_format(self.cache.dtype) is not None
 
     def attention(self, ops: TritonOps) -> Tensor:
         """Return the attention in fp32; rows of padding are NaN."""
@@ -152,14 +182,34 @@ def selected(*, everywhere: bool, even: bool = True) -> Iterator[None]:
         yield
 
 
+def watched_tiles(inputs: Inputs) -> AbstractContextManager[mock.Mock]:
+    """Return a patch that counts the launches of whole tiles."""
+    module, name = (
+        (quantized_rows, "launch_even") if inputs.is_quantized else (warp_specialized, "launch_tiles")
+    )
+    return mock.patch.object(module, name, wraps=getattr(module, name))
+
+
 def same_bits(got: Tensor, want: Tensor) -> bool:
     """Return whether two tensors have equal bits; -0 and 0 differ."""
     return torch.equal(got.contiguous().view(torch.int16), want.contiguous().view(torch.int16))
 
 
+@contextmanager
+def tall_tiles() -> Iterator[None]:
+    """Compute all rows in tiles of 128."""
+    tall = {128: tiles.TALL_TILES[128]}
+    with (
+        mock.patch.object(splitkv, "MAX_SCRATCH_BYTES", 0),
+        mock.patch.multiple(prefill, MAX_ONE_LIST_ROWS=0, SHORT_TILES=tall),
+        selected(everywhere=False),
+    ):
+        yield
+
+
 def reference(inputs: Inputs, ops: TritonOps) -> Tensor:
-    """Return the attention by the other kernels."""
-    with selected(everywhere=False):
+    """Return the attention by the other kernels, of quantised keys by tall tiles."""
+    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
         want = inputs.attention(ops)
     assert not want[inputs.rows.slots >= 0].isnan().any()
     return want
@@ -174,18 +224,19 @@ def assert_equal(inputs: Inputs, got: Tensor, want: Tensor) -> None:
 def assert_same_bits(inputs: Inputs, ops: TritonOps, launches: int = 1) -> None:
     """Compare whole tiles of all rows with the other kernels, then whole tiles where they are even."""
     want = reference(inputs, ops)
-    # above 48 rows whole tiles are chosen if they run at the same time
-    num_sms = 132 if len(inputs.q) <= 48 else 8 * 132
+    # above 48 rows, and for a tile per row, whole tiles are chosen if they run at the same time
+    has_tile_per_row = inputs.is_quantized and inputs.heads == GROUP_OF_SIXTEEN
+    num_sms = 8 * 132 if len(inputs.q) > 48 or has_tile_per_row else 132
     for even in (True, False):
         with (
             selected(everywhere=True, even=even),
             mock.patch.object(ops.forward._prefill, "_num_sms", num_sms if even else 132),
-            mock.patch.object(warp_specialized, "launch_tiles", wraps=warp_specialized.launch_tiles) as tiles,
+            watched_tiles(inputs) as launch,
         ):
             got = inputs.attention(ops)
-            assert tiles.call_count == launches
+            assert launch.call_count == launches
         if even and launches:
-            (list_of_tiles,) = (call.args[5] for call in tiles.call_args_list)
+            (list_of_tiles,) = (call.args[5] for call in launch.call_args_list)
             assert list_of_tiles[0] > 0
         assert_equal(inputs, got, want)
     assert not ops.forward._partials.counters.any()
@@ -196,9 +247,10 @@ def assert_same_bits_of_few(inputs: Inputs, ops: TritonOps) -> None:
     want = reference(inputs, ops)
     ops.forward._partials.parts.fill_(torch.nan)
     ops.forward._partials.stats.fill_(torch.nan)
+    module, name = (quantized_rows, "launch_few") if inputs.is_quantized else (few_rows, "launch")
     with (
         selected(everywhere=True),
-        mock.patch.object(few_rows, "launch", wraps=few_rows.launch) as launch,
+        mock.patch.object(module, name, wraps=getattr(module, name)) as launch,
     ):
         got = inputs.attention(ops)
         assert launch.call_count == 1
@@ -215,45 +267,64 @@ def late_ops() -> TritonOps:
     return TritonOps(CUDA, pdl=False)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
+@pytest.mark.parametrize("name", ["a draft across a span", "16 drafts at 16k"])
+def test_short_tiles_have_the_bits_of_tall_tiles(name: str, early_ops: TritonOps, kv: str) -> None:
+    inputs = Inputs((DECODE | FEW)[name], LLAMA, kv=kv)
+    with tall_tiles():
+        want = inputs.attention(early_ops)
+    with selected(everywhere=False):
+        assert_equal(inputs, inputs.attention(early_ops), want)
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("windows", FEW.values(), ids=FEW)
-def test_few_rows_have_the_same_bits(windows: Windows, early_ops: TritonOps, late_ops: TritonOps) -> None:
-    inputs = Inputs(windows, LLAMA)
+def test_few_rows_have_the_same_bits(
+    windows: Windows, early_ops: TritonOps, late_ops: TritonOps, kv: str
+) -> None:
+    inputs = Inputs(windows, LLAMA, kv=kv)
     assert_same_bits_of_few(inputs, early_ops)
     assert_same_bits_of_few(inputs, late_ops)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("name", ["a row, one key of a span", "drafts and padding"])
 @pytest.mark.parametrize("heads", [GROUP_OF_ONE, GROUP_OF_EIGHT, GROUP_OF_SIXTEEN], ids=["1", "8", "16"])
 def test_few_rows_of_other_heads_have_the_same_bits(
-    name: str, heads: AttentionShape, early_ops: TritonOps
+    name: str, heads: AttentionShape, early_ops: TritonOps, kv: str
 ) -> None:
-    assert_same_bits_of_few(Inputs(FEW[name], heads), early_ops)
+    assert_same_bits_of_few(Inputs(FEW[name], heads, kv=kv), early_ops)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("page", [64, 128])
-def test_larger_pages_have_the_same_bits(page: int, early_ops: TritonOps) -> None:
-    assert_same_bits_of_few(Inputs(FEW["drafts and padding"], LLAMA, page), early_ops)
-    assert_same_bits(Inputs(DECODE["drafts across a span and padding"], LLAMA, page), early_ops)
-    assert_same_bits(Inputs(PROMPTS["first chunk, odd"], LLAMA, page), early_ops)
+def test_larger_pages_have_the_same_bits(page: int, early_ops: TritonOps, kv: str) -> None:
+    assert_same_bits_of_few(Inputs(FEW["drafts and padding"], LLAMA, page, kv=kv), early_ops)
+    assert_same_bits(Inputs(DECODE["drafts across a span and padding"], LLAMA, page, kv=kv), early_ops)
+    if kv == "bf16":  # other formats have no kernel of Hopper for prompts
+        assert_same_bits(Inputs(PROMPTS["first chunk, odd"], LLAMA, page), early_ops)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("name", ["16 rows around a span", "16 drafts at 16k"])
-def test_decode_rows_without_early_launch_have_the_same_bits(name: str, late_ops: TritonOps) -> None:
-    assert_same_bits(Inputs(DECODE[name], LLAMA), late_ops)
+def test_decode_rows_without_early_launch_have_the_same_bits(name: str, late_ops: TritonOps, kv: str) -> None:
+    assert_same_bits(Inputs(DECODE[name], LLAMA, kv=kv), late_ops)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("windows", DECODE.values(), ids=DECODE)
-def test_decode_rows_have_the_same_bits(windows: Windows, early_ops: TritonOps) -> None:
-    inputs = Inputs(windows, LLAMA)
+def test_decode_rows_have_the_same_bits(windows: Windows, early_ops: TritonOps, kv: str) -> None:
+    inputs = Inputs(windows, LLAMA, kv=kv)
     assert_same_bits(inputs, early_ops, launches=len(inputs.q) <= 96)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("name", ["16 rows around a span", "drafts across a span and padding"])
 @pytest.mark.parametrize("heads", [GROUP_OF_ONE, GROUP_OF_EIGHT, GROUP_OF_SIXTEEN], ids=["1", "8", "16"])
 def test_decode_rows_of_other_heads_have_the_same_bits(
-    name: str, heads: AttentionShape, early_ops: TritonOps
+    name: str, heads: AttentionShape, early_ops: TritonOps, kv: str
 ) -> None:
-    assert_same_bits(Inputs(DECODE[name], heads), early_ops)
+    assert_same_bits(Inputs(DECODE[name], heads, kv=kv), early_ops)
 
 
 @pytest.mark.parametrize("windows", PROMPTS.values(), ids=PROMPTS)
@@ -261,13 +332,14 @@ def test_prompts_have_the_same_bits(windows: Windows, early_ops: TritonOps) -> N
     assert_same_bits(Inputs(windows, LLAMA), early_ops)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize(
     "name",
     ["16 rows at 1k", "16 rows, one at 64k", "16 drafts at 16k", "a row at 16k", "one at 64k and 7 short"],
 )
-def test_kernels_that_start_early_wait_for_their_inputs(name: str, early_ops: TritonOps) -> None:
-    inputs = Inputs((DECODE | FEW)[name], LLAMA)
-    with selected(everywhere=False):
+def test_kernels_that_start_early_wait_for_their_inputs(name: str, early_ops: TritonOps, kv: str) -> None:
+    inputs = Inputs((DECODE | FEW)[name], LLAMA, kv=kv)
+    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
         want = inputs.layers(early_ops, 12)
     with selected(everywhere=True, even=False):
         inputs.layers(early_ops, 1)  # compile
@@ -275,14 +347,15 @@ def test_kernels_that_start_early_wait_for_their_inputs(name: str, early_ops: Tr
         assert same_bits(inputs.layers(early_ops, 12), want)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize(
     "windows", [[(65536, 1)], [(16385, 1)], [(2100, 3), (65536, 1), (16390, 4)]], ids=["64k", "16k", "drafts"]
 )
 def test_keys_of_this_pass_are_copied_after_the_kernel_that_stores_them(
-    windows: Windows, early_ops: TritonOps
+    windows: Windows, early_ops: TritonOps, kv: str
 ) -> None:
-    inputs = Inputs(windows, LLAMA)
-    with selected(everywhere=False):
+    inputs = Inputs(windows, LLAMA, kv=kv)
+    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
         want = inputs.stored_layers(early_ops, 8)
     assert not want.isnan().any()
     for _ in range(2):  # the first time compiles
@@ -319,10 +392,11 @@ def test_padding_alone_does_not_hide_the_kernels_before_it(count: int, early_ops
     assert ignored.isnan().all()
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("name", ["16 rows at 16k", "16 drafts at 16k", "a row at 64k", "8 rows at 16k"])
-def test_a_graph_has_the_same_bits_at_other_contexts(name: str, early_ops: TritonOps) -> None:
+def test_a_graph_has_the_same_bits_at_other_contexts(name: str, early_ops: TritonOps, kv: str) -> None:
     """Replay a graph at the captured contexts, at uneven and at short ones: lists are made on the device."""
-    inputs = Inputs((DECODE | FEW)[name], LLAMA)
+    inputs = Inputs((DECODE | FEW)[name], LLAMA, kv=kv)
     inputs.layers(early_ops, 1)  # compile
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -333,6 +407,6 @@ def test_a_graph_has_the_same_bits_at_other_contexts(name: str, early_ops: Trito
     for positions in (original, uneven if "rows" in name else original, original % 300, original):
         inputs.rows.positions.copy_(positions)
         graph.replay()
-        with selected(everywhere=False):
+        with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
             want = inputs.layers(early_ops, 4)
         assert same_bits(got, want)

@@ -21,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 from draftproof.errors import ConfigError
 from draftproof.ops import AttentionShape, KVLayout, Rows
 from draftproof.ops.triton import compile_ahead
-from draftproof.ops.triton.attention import few_rows, prefill, splitkv
+from draftproof.ops.triton.attention import few_rows, splitkv
 from draftproof.ops.triton.attention.latent import check_shared_memory
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import autotune
@@ -108,6 +108,8 @@ FEW = ["few_rows_kernel", "merge_spans_kernel"]
 CHUNKS = ["chunk_list_kernel", "prefill_attention_kernel"]
 LISTS = ["chunk_list_kernel", "chunk_list_kernel", "choose_list_kernel"]
 EVEN = [*LISTS, "warp_specialized_kernel", "prefill_attention_kernel"]
+QUANTIZED_FEW = ["quantized_rows_kernel", "merge_spans_kernel"]
+QUANTIZED_EVEN = [*LISTS, "quantized_rows_kernel", "prefill_attention_kernel"]
 LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
 
 
@@ -131,12 +133,34 @@ LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
         (64, 16384, {"dim": 64}, CHUNKS),
         (16, 16384, {"num_q": 24}, CHUNKS),
         (16, 16384, {"sinks": True}, CHUNKS),
-        (16, 16384, {"cache": torch.int8}, CHUNKS),
+        *(
+            (count, 16384, {"cache": dtype}, expected)
+            for dtype in (torch.int8, torch.float8_e4m3fn)
+            for count, expected in (
+                (1, QUANTIZED_FEW),
+                (8, QUANTIZED_FEW),
+                (16, QUANTIZED_EVEN),
+                (64, QUANTIZED_EVEN),
+                (97, CHUNKS),
+            )
+        ),
+        (1, 16383, {"cache": torch.int8}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"cache": torch.int8, "sinks": True}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"cache": torch.int8, "window": 4096}, ["splitkv_attention_kernel"]),
+        (1, 16384, {"cache": torch.int8, "num_q": 24}, ["splitkv_attention_kernel"]),
+        (64, 16384, {"cache": torch.int8, "dim": 64}, CHUNKS),
+        (16, 16384, {"cache": torch.int8, "capability": (10, 0)}, CHUNKS),
+        (
+            2048,
+            16384,
+            {"cache": torch.int8},
+            ["tile_lists_kernel", "prefill_attention_kernel", "prefill_attention_kernel"],
+        ),
         (16, 16384, {"capability": (10, 0)}, CHUNKS),
         (16, 16384, {"capability": (8, 0)}, CHUNKS),
     ],
 )
-def test_warp_specialised_kernels_are_used_at_long_page_tables_of_hopper(
+def test_kernels_of_hopper_are_used_at_long_page_tables(
     count: int, tokens: int, changes: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels, _ = no_gpu.pretend(monkeypatch)
@@ -153,27 +177,6 @@ def test_warp_specialised_kernels_are_used_at_long_page_tables_of_hopper(
     kernels.clear()
     ops.forward.attention(q, Rows(column, column, column, column, table), heads, cache, sinks)
     assert kernels == expected
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_tiles_of_quantised_keys_use_one_kind_of_instruction(
-    dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From 64 rows on tiles use wgmma on Hopper, which adds converted bytes in other groups: other bits."""
-    no_gpu.pretend(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    heights: list[int] = []
-    monkeypatch.setattr(prefill, "_launch", lambda config, *_, **__: heights.append(config.height))
-    heads, cpu = replace(LLAMA, dim=dim), torch.device("cpu")
-    ops = TritonOps(cpu, pdl=True)
-    (cache,) = KVLayout(1, heads.num_kv, dim, dtype).allocate(8, 16, cpu)
-    table = torch.zeros((4, 1024), dtype=torch.int32)
-    for count in (64, 300, 513, 4096):
-        column, q = torch.zeros(count, dtype=torch.int64), torch.empty((count, heads.num_q * dim))
-        rows = Rows(column, column, column, column, table)
-        ops.forward.attention(q.to(torch.bfloat16), rows, heads, cache)
-    assert len(heights) == 6 and max(heights) == 32
 
 
 def test_registers_of_few_rows_depend_on_rows_and_page_table_alone() -> None:

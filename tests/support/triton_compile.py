@@ -3,7 +3,8 @@
     PYTHONPATH=src python tests/support/triton_compile.py [compute capability, default 90]
 
 Ops are called on CPU tensors; a compilation with the same arguments replaces each launch. Shared memory and
-the main instructions are printed. Type errors, unknown operations and tiles that do not fit are found.
+the main instructions are printed. Type errors, unknown operations, tiles that do not fit and attention whose
+sums have another order in short tiles than in tall ones are found.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import torch
@@ -62,6 +64,7 @@ CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 120: 99 << 10}.get(CAPABILITY, 227 << 10)
 seen: set[str] = set()
 too_large: list[str] = []  # kernels that do not fit into the shared memory
+permuted: list[str] = []  # attention with operands of tiles permuted, see `convert_elements` of kv_cache.py
 
 
 def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
@@ -100,6 +103,8 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
     print(f"{self.fn.__name__} {shape} {resources} {kinds} {time.perf_counter() - begun:.1f} s", flush=True)
     if made.metadata.shared > SHARED_BYTES:
         too_large.append(f"{self.fn.__name__} {shape} {resources}")
+    if kind is ASTSource and "attention" in self.fn.__name__ and "kWidth = 4" in made.asm["ttgir"]:
+        permuted.append(f"{self.fn.__name__} {shape}")
 
 
 def forward(
@@ -136,10 +141,11 @@ def forward(
 
 
 def long_attention(ops: TritonOps, heads: AttentionShape) -> None:
-    """Call the attention of page tables for long contexts: few rows, 16, 64 and a prompt."""
-    cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
+    """Call the attention of page tables for long contexts of all KV formats: few rows to a prompt."""
     tokens = {1: LONG_ROW_TABLE_TOKENS}  # of the page table, where another kernel is compiled for it
-    for count in (1, 8, 16, 64, MIN_TALL_ROWS):
+    formats = [form.dtype for form in KV_FORMATS.values() if CAPABILITY >= 89 or form.dtype == torch.int8]
+    for count, dtype in product((1, 8, 16, 64, MIN_TALL_ROWS), dict.fromkeys([torch.bfloat16, *formats])):
+        (cache,) = KVLayout(1, heads.num_kv, heads.dim, dtype).allocate(8, 16, CPU)
         table = torch.zeros((4, tokens.get(count, LONG_TABLE_TOKENS) // 16), dtype=torch.int32)
         column = torch.zeros(count, dtype=torch.int64)
         q = torch.empty((count, heads.num_q * heads.dim), dtype=torch.bfloat16)
@@ -392,4 +398,6 @@ if __name__ == "__main__":
     main()
     for line in too_large:
         print(f"does not fit into {SHARED_BYTES} bytes: {line}")
-    sys.exit(bool(too_large))
+    for line in permuted:
+        print(f"operands are permuted: {line}")
+    sys.exit(bool(too_large or permuted))

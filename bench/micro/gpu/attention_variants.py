@@ -7,7 +7,7 @@ The best of each case is printed, and all times as JSON on the last line. The ta
 `splitkv.TILES` (split), `prefill.CHUNKED_TILES` (chunked), `SHORT_TILES_96` (short), `TALL_TILES_SM90` (tall).
 Times are microseconds of a call, from a graph of many calls over caches that together exceed the L2 cache.
 "us" are calls alone, without programmatic dependent launch. "chain us" are chains of a GEMM of the queries, the
-attention and a GEMM of its result, with it, of the cases whose name begins with `few`.
+attention and a GEMM of its result, with it, of the cases with `few` in their name.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from op_checks import GPU, LARGE_HEADS, PAGE, SMALL_HEADS, randn
 from op_times import BF16, micros
 from torch import Tensor
 
-from draftproof.ops import AttentionShape, Rows
+from draftproof.ops import AttentionShape, KVLayout, Rows
+from draftproof.ops.contract.kv_layout import split_page_bytes
 from draftproof.ops.triton.attention import few_rows, prefill, splitkv, warp_specialized, worklist
 from draftproof.ops.triton.attention.splitkv import SplitTile
-from draftproof.ops.triton.attention.tiles import TileConfig
+from draftproof.ops.triton.attention.tiles import TALL_TILES, TileConfig
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.compile_ahead import compile_ahead
 
@@ -53,11 +54,17 @@ class Case(NamedTuple):
     rows: int
     context: int
     heads: AttentionShape = LARGE_HEADS
+    kv_dtype: torch.dtype = BF16
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Layout of the cache of a layer."""
+        return KVLayout(1, self.heads.num_kv, self.heads.dim, self.kv_dtype)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values of all contexts, bf16."""
-        return self.slots * self.context * 2 * self.heads.num_kv * self.heads.dim * 2
+        """Bytes of the keys and values of all contexts."""
+        return self.slots * self.context * self.kv_layout.bytes_per_token
 
 
 CASES = (
@@ -79,7 +86,21 @@ CASES = (
     Case("verify 16x4 at 16k", "short", 16, 4, 16384),
     Case("prefill 8192 rows, second chunk", "tall", 1, 8192, 16384),
     Case("prefill 8192 rows, first chunk", "tall", 1, 8192, 8192),
+    Case("prefill 16384 rows, one request", "tall", 1, 16384, 16384),
     Case("prefill 8192 rows, SmolLM2 heads", "tall 64", 1, 8192, 8192, SMALL_HEADS),
+    *(
+        Case(f"{name} {rows}", table, slots, rows_of_slot, context, kv_dtype=dtype)
+        for name, dtype in (("fp8", torch.float8_e4m3fn), ("int8", torch.int8))
+        for rows, table, slots, rows_of_slot, context in (
+            ("few 1x1 at 2k", "quantized few", 1, 1, 2048 + 50),
+            ("few 1x1 at 16k", "quantized few", 1, 1, 16384 + 50),
+            ("few 1x1 at 64k", "quantized few", 1, 1, 65536 - 50),
+            ("few 1x4 at 16k", "quantized few", 1, 4, 16384 + 50),
+            ("few 8x1 at 16k", "quantized few", 8, 1, 16384 + 50),
+            ("decode 16x1 at 16k", "quantized even", 16, 1, 16384),
+            ("verify 16x4 at 16k", "quantized even", 16, 4, 16384),
+        )
+    ),
     Case("decode 1x1 at 400", "split", 1, 1, 400),
     Case("decode 16x1 at 400", "chunked", 16, 1, 400),
 )
@@ -122,7 +143,9 @@ ANY_CONTEXT: Patches = [(warp_specialized, {"LONG_TABLE_TOKENS": 0}), (worklist,
 
 def variants(table: str) -> Iterator[tuple[str, Patches]]:
     """Return the variants of a table: a name and values of modules."""
-    if table == "few":
+    if table.startswith("quantized"):
+        yield "quantized rows", ANY_CONTEXT
+    elif table == "few":
         for few_rows_config in FEW:
             configs = {"CONFIG": few_rows_config, "LONG_ROW_CONFIG": few_rows_config}
             yield str(few_rows_config), [(few_rows, configs), *ANY_CONTEXT]
@@ -146,8 +169,24 @@ def variants(table: str) -> Iterator[tuple[str, Patches]]:
 
 
 def reference(case: Case) -> Patches:
-    """Return the values of modules of the reference: the tables as they are, `splitkv.py` for few rows."""
+    """Return the values of modules of the reference: the tables as they are, `splitkv.py` for few rows.
+
+    Quantised keys: without the kernel that variants use.
+    """
+    if case.table.startswith("quantized"):
+        return [(warp_specialized, {"LONG_TABLE_TOKENS": 1 << 40})]
     return [(few_rows, {"MAX_ROWS": 0})] if case.table == "few" else []
+
+
+def bits_reference(case: Case) -> Patches:
+    """Return the values of modules that define the bits: tall tiles for quantised keys.
+
+    Short tiles of `prefill.py` and `splitkv.py` add quantised elements in other groups.
+    """
+    if case.table.startswith("quantized"):
+        tall = {"MAX_ONE_LIST_ROWS": 0, "SHORT_TILES": {128: TALL_TILES[128]}}
+        return [*reference(case), (splitkv, {"MAX_SCRATCH_BYTES": 0}), (prefill, tall)]
+    return reference(case)
 
 
 def chosen(case: Case, part: str) -> list[tuple[str, Patches]]:
@@ -164,18 +203,29 @@ def patched(patches: Patches) -> Iterator[None]:
         yield
 
 
+def random_cache(layout: KVLayout, pages: int, seed: int) -> Tensor:
+    """Return a cache with random elements, and scales of quantised ones."""
+    random = torch.Generator(device=GPU).manual_seed(seed)
+    (cache,) = layout.allocate(pages, PAGE, GPU)
+    if layout.dtype == BF16:
+        return cache.normal_(generator=random)
+    elements, scales = split_page_bytes(cache)
+    limit = 127 if layout.dtype == torch.int8 else 448
+    for plane in range(2):
+        values = torch.empty(elements.shape[1:], device=GPU).normal_(std=60, generator=random)
+        elements[plane] = values.clamp(-limit, limit).to(layout.dtype)
+    scales.uniform_(0.005, 0.02, generator=random)
+    return cache
+
+
 class Inputs:
     """Caches, rows and queries of a case."""
 
     def __init__(self, case: Case) -> None:
         self.heads = heads = case.heads
         pages, copies = -(-case.context // PAGE), max(1, -(-MIN_CACHE_BYTES // case.cache_bytes))
-        shape = (2, 1 + case.slots * pages, PAGE, heads.num_kv, heads.dim)
         self.caches = [
-            torch.empty(shape, dtype=BF16, device=GPU).normal_(
-                generator=torch.Generator(device=GPU).manual_seed(i)
-            )
-            for i in range(min(copies, 32))
+            random_cache(case.kv_layout, 1 + case.slots * pages, seed) for seed in range(min(copies, 32))
         ]
         order = 1 + torch.randperm(case.slots * pages, generator=torch.Generator().manual_seed(1))
         table = order.view(case.slots, pages).to(torch.int32).to(GPU)
@@ -190,7 +240,7 @@ class Inputs:
         random = torch.Generator(device=GPU).manual_seed(5)
         self.weights = [
             torch.empty((width, width), dtype=BF16, device=GPU).normal_(std=width**-0.5, generator=random)
-            for _ in range(CHAIN_WEIGHTS if case.table == "few" else 0)
+            for _ in range(CHAIN_WEIGHTS if case.table.endswith("few") else 0)
         ]
 
     def chains(self, ops: TritonOps, count: int) -> list[Callable[[], Tensor]]:
@@ -247,12 +297,14 @@ def floor_us(case: Case) -> float:
 def measure(ops: TritonOps, early_ops: TritonOps, case: Case, inputs: Inputs, part: str) -> dict[str, Any]:
     """Check and time the variants of a case whose name contains `part`."""
     chain_times: dict[str, float] = {}
-    with patched(reference(case)):
+    with patched(bits_reference(case)):
         want = inputs.result(ops)
         assert not want.isnan().any(), "NaN in the result"
-        times = {"as it is": inputs.time(ops, 5)}
         if inputs.weights:
             want_of_chain = inputs.chain_result(early_ops)
+    with patched(reference(case)):
+        times = {"as it is": inputs.time(ops, 5)}
+        if inputs.weights:
             chain_times["as it is"] = inputs.chain_time(early_ops, 9)
     wrong = []
     for name, patches in chosen(case, part):
@@ -270,7 +322,8 @@ def measure(ops: TritonOps, early_ops: TritonOps, case: Case, inputs: Inputs, pa
                     wrong.append(f"{name}: {(found != want).sum().item()} elements differ by up to {error}")
             except Exception as error:  # e.g. a tile that needs too much shared memory
                 wrong.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
-    assert torch.equal(inputs.result(ops), want), "two runs of the tables differ"
+    with patched(bits_reference(case)):
+        assert torch.equal(inputs.result(ops), want), "two runs of the tables differ"
     best = min(times, key=times.__getitem__)
     print(f"{case.name}: floor {floor_us(case)}, as it is {times['as it is']}, best {times[best]}: {best}")
     for name, microseconds in chain_times.items():
@@ -291,7 +344,10 @@ def compile_all(ops: TritonOps, early_ops: TritonOps, held: dict[Case, Inputs], 
             for chain in inputs.chains(early_ops, 1) if inputs.weights else ():
                 chain()
 
-    tables = {case: [reference(case), *(patches for _, patches in chosen(case, part))] for case in held}
+    tables = {
+        case: [reference(case), bits_reference(case), *(patches for _, patches in chosen(case, part))]
+        for case in held
+    }
     launches = [partial(launch, held[case], patches) for case in held for patches in tables[case]]
     compile_ahead(launches, lambda done, total: None)
 

@@ -35,17 +35,18 @@ class Steps:
         count: int = 2,
         adaptive: bool = True,
         timed: bool = True,
+        draft_seconds: float = 0.0,
         **options: Any,
     ) -> None:
         """Start the requests."""
-        cost = StepCost(seconds, learns=False)
+        cost = StepCost(seconds, learns=False, draft_seconds={count: draft_seconds})
         self.policy = DraftPolicy(count, cost, sources=("head", "search"), **options)
         self.policy.set_cost(cost, timed)
         self.slots, self.count, self.clock = np.arange(count), count, 0.0
         for slot in self.slots:
             self.policy.start(int(slot), K, adaptive)
 
-    def step(self, accepted: float = 1.0, source: int = 0, drafted: int | None = None) -> Any:
+    def step(self, accepted: Any = 1.0, source: int = 0, drafted: int | None = None) -> Any:
         """Decide, run and observe one step; return the decision."""
         decision = self.policy.decide(self.slots, None, keys=100)
         drafts = decision.drafts.copy() if drafted is None else np.full(self.count, drafted)
@@ -190,6 +191,35 @@ def test_member_model_is_skipped_while_every_window_is_a_full_accepted_copy() ->
     assert steps.step(source=1).rounds == 2
     steps.step(source=0)  # full and accepted, but the model's own
     assert steps.step().rounds == 2
+
+
+def test_member_model_runs_if_the_requests_that_do_not_copy_gain_its_cost() -> None:
+    for draft_seconds, rounds in ((0.05, 2), (0.25, 0)):
+        steps = Steps(FLAT, count=8, model=MEMBER, asynchronous=True, draft_seconds=draft_seconds)
+        assert steps.step(source=1).rounds == 2  # none is known to copy
+        assert steps.step(source=1).rounds == 0
+        steps.step(source=1, accepted=np.array([0] + [1] * 7))
+        assert steps.step(source=1, accepted=0).rounds == rounds  # for one of eight
+        assert steps.step().rounds == 2
+
+
+def test_member_model_runs_for_fewer_requests_if_more_of_its_drafts_are_accepted() -> None:
+    steps = Steps(FLAT, count=8, model=MEMBER, asynchronous=True, draft_seconds=0.25)
+    some = np.array([0] * 4 + [1] * 4)
+    for accepted, rounds in ((0.25, 0), (1.0, 2)):
+        for _ in range(100):
+            steps.step(source=0, accepted=accepted)
+        steps.step(source=1, accepted=some)
+        assert steps.step(source=0).rounds == rounds
+
+
+def test_new_request_is_taken_to_copy_where_most_requests_do() -> None:
+    steps = Steps(FLAT, model=MEMBER, asynchronous=True)
+    for source, rounds in ((1, 0), (0, 2)):
+        steps.step(source=source)
+        for slot in steps.slots:
+            steps.policy.start(int(slot), K, True)
+        assert steps.step(source=source).rounds == rounds
 
 
 def test_costs_of_rounds_are_given_where_they_are_waited_for() -> None:

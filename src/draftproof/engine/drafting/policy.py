@@ -3,9 +3,11 @@
 docs/drafting.md has the formulas, and every place that limits the number of drafts.
 
 A draft model that is a member of a hybrid runs half of the rounds, rounded up, where a search extends its
-drafts, and is skipped while every request copies: its last window was full, came from a search and was
-accepted to the last draft. Where each round is waited for (the CPU), the model itself stops when another
-round costs more than it is expected to bring; `decide` gives it both costs, in tokens.
+drafts. It is skipped while its rounds would lower the tokens per second: a request that copies gains nothing
+from them, any other one the mean of the model's accepted drafts. A request copies if its last window was
+full, came from a search and was accepted to the last draft; a new request is taken to do what most requests
+do. Where each round is waited for (the CPU), the model itself stops when another round costs more than it is
+expected to gain; `decide` gives it both costs, in tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from draftproof.engine.drafting.run_ahead import RunAhead, StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.sequence import StepPlan
 from draftproof.propose.base import Proposer
-from draftproof.types import NO_DRAFT_COSTS, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, DraftCosts
+from draftproof.types import ENDED, NO_DRAFT_COSTS, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, DraftCosts
 
 MEAN_RATE = 1 / 32  # weight of a step in the means of tokens and seconds
 MAX_MEAN_FACTOR = 3.0  # times the mean: larger values count as that
+MIN_MODEL_GAIN = 1.0  # tokens per window, expected of a model at least: a lower mean could not rise again
 STORE_SHARE = 1 / 8  # of the seconds with rounds that storing KV takes, until it was measured
 
 
@@ -104,6 +107,8 @@ class DraftPolicy:
         self._round_costs = RoundCosts(clock)
         self._warning = AcceptanceWarning(sources)
         self._is_copying = np.zeros(num_slots, np.bool_)  # the last window was a full, accepted copy
+        self._do_most_copy = False  # requests of the last step with drafts
+        self._model_gain = 0.0 if model is None else float(model.rounds)  # mean accepted drafts of a window
         self._zeros = np.zeros(0, np.int64)
 
     @property
@@ -119,7 +124,7 @@ class DraftPolicy:
     def start(self, slot: int, limit: int, adaptive: bool) -> None:
         """Begin a request of at most `limit` drafts; not adaptive: it always gets them."""
         self._budget.start(slot, limit, adaptive)
-        self._is_copying[slot] = False
+        self._is_copying[slot] = self._do_most_copy
 
     def select(self, slots: Ints, drafts: Ints, keys: int, matched: Ints) -> Ints:
         """Return how many of the existing drafts [B] to verify in the step that is being planned.
@@ -149,9 +154,18 @@ class DraftPolicy:
             row_seconds = self.cost.row_seconds(rows + 1) - self.cost.row_seconds(rows)
             row_seconds += self.cost.draft_context_seconds(len(slots), keys)
             return DraftDecision(drafts, max_drafts, self._round_costs.in_tokens(len(slots), row_seconds))
-        if model.is_member and not (drafts.astype(np.bool_) & ~self._is_copying[slots]).any():
+        if model.is_member and not self._does_model_pay(slots, drafts, keys):
             return DraftDecision(drafts)
         return DraftDecision(drafts, min(max_drafts, model.rounds))
+
+    def _does_model_pay(self, slots: Ints, drafts: Ints, keys: int) -> bool:
+        """Return whether the rounds of a member's model are expected to raise the tokens per second."""
+        is_copying, cost = self._is_copying[slots], self.cost
+        num_tokens = len(slots) + int(drafts[is_copying].sum())  # per step, without the model
+        num_gaining = np.count_nonzero(drafts[~is_copying])
+        seconds = cost.row_seconds(len(slots) + int(drafts.sum())) + cost.context_seconds(keys)
+        gain = num_gaining * max(MIN_MODEL_GAIN, self._model_gain)
+        return bool(gain * seconds > cost.draft_seconds(len(slots)) * num_tokens)
 
     def _num_drafts(self, slots: Ints, room: Ints | None, keys: int, refresh: bool) -> Ints:
         limit = self.limit[slots]
@@ -183,8 +197,6 @@ class DraftPolicy:
             self.cost.observe(plan.num_rows, step.num_keys, seconds, drafting, num_drafts)
         if plan.num_drafts:
             self._observe_drafts(step)
-        else:
-            self._is_copying[plan.slots] = False
         if self._is_timed and self._model is not None and not self.run_ahead.asynchronous:
             num_tokens = int(step.table[:, NUM_OUT].sum()) / len(step.table)
             self._round_costs.observe(num_tokens, run, plan.has_prompts)
@@ -195,14 +207,25 @@ class DraftPolicy:
         drafts, accepted = table[:, NUM_DRAFT], table[:, NUM_ACCEPTED]
         if self._warning.is_open:
             self._warning.observe(drafts, accepted, step.sources)
-        if self._model is not None and self._model.is_member and step.sources is not None:
-            is_full = (drafts > 0) & (accepted == drafts) & (drafts >= self.limit[slots])
-            is_copy = is_full & (step.sources[:, 0] != self._model.source)
-            self._is_copying[slots[step.is_current]] = is_copy[step.is_current]
         granted = plan.drafts
+        if self._model is not None and self._model.is_member and step.sources is not None:
+            self._observe_sources(step, step.sources[:, 0] == self._model.source)
         if not step.is_current.all():
             slots, granted, accepted = (part[step.is_current] for part in (slots, granted, accepted))
         self._budget.record(slots, granted, accepted)
+
+    def _observe_sources(self, step: StepObservation, is_model: Bools) -> None:
+        """Take in which windows were copies, and the accepted drafts of those that began with the model's."""
+        table, granted = step.table, step.plan.drafts
+        continues = step.is_current & (granted > 0) & (table[:, ENDED] == 0)
+        is_copy = ((table[:, NUM_ACCEPTED] >= granted) & ~is_model)[continues]
+        if not len(is_copy):
+            return
+        self._is_copying[step.plan.slots[continues]] = is_copy
+        self._do_most_copy = 2 * int(np.count_nonzero(is_copy)) > len(is_copy)
+        accepted = table[continues & is_model & (table[:, NUM_DRAFT] > 0), NUM_ACCEPTED]
+        if len(accepted):
+            self._model_gain += MEAN_RATE * (float(accepted.mean()) - self._model_gain)
 
 
 class RoundCosts:

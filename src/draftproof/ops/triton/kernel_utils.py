@@ -25,6 +25,7 @@ from draftproof.ops.contract.types import AttentionShape
 from draftproof.types import Rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+HAS_PTX = tl.constexpr(not INTERPRETED)  # the interpreter runs no inline assembly
 ALIGNMENT = 16  # bytes
 FLOATS, FP32, INTS = (torch.float32, torch.bfloat16), (torch.float32,), (torch.int64,)
 EARLY_ROWS = 256  # rows up to which kernels are launched early; with more a waiting kernel occupies SMs

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from draftproof.ops.contract import kv_layout
+from draftproof.ops.triton.kernel_utils import HAS_PTX
 
 SCALE_BYTES = tl.constexpr(kv_layout.SCALE_BYTES)
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds fp32 to an integer
@@ -80,11 +81,20 @@ def load_rows(cache, offset, exists, other, D: tl.constexpr, BD: tl.constexpr, M
 
 @triton.jit
 def convert_elements(block, dtype: tl.constexpr):
-    """Convert a block of keys or values to the dtype that the tensor core multiplies, exactly."""
-    if is_quantized(block.dtype):
-        return block.to(tl.float32).to(dtype)
-    else:
+    """Convert a block of keys or values to the dtype that the tensor core multiplies, exactly.
+
+    The compiler permutes operands of short tiles if it finds that they were loaded as bytes (kWidth 4), so an
+    instruction would add other elements of a sum than in tall tiles. An impure move hides the bytes.
+    """
+    if not is_quantized(block.dtype):
         return block
+    elif HAS_PTX and dtype != tl.float32:
+        converted = block.to(tl.float32).to(dtype)
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [converted], dtype=converted.dtype, is_pure=False, pack=2
+        )
+    else:
+        return block.to(tl.float32).to(dtype)
 
 
 @triton.jit

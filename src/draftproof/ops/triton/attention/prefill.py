@@ -30,6 +30,7 @@ from draftproof.ops.triton.attention.kv_cache import (
 )
 from draftproof.ops.triton.attention.merge import merge_rows, spans_in_flight
 from draftproof.ops.triton.attention.online_softmax import accumulate_values, merge_partials, store_partial
+from draftproof.ops.triton.attention.quantized import rows as quantized_rows
 from draftproof.ops.triton.attention.splitkv import PartialBuffers, padded_dim
 from draftproof.ops.triton.attention.tiles import (
     CHUNKED_TILES,
@@ -37,7 +38,6 @@ from draftproof.ops.triton.attention.tiles import (
     SHORT_TILES_96,
     SHORT_TILES_512,
     TALL_TILES,
-    TALL_TILES_BYTES_SM90,
     TALL_TILES_SM90,
     TileConfig,
     chunk_programs,
@@ -324,7 +324,9 @@ class PrefillAttention:
         launch = partial(_launch, q=q, rows=rows, heads=heads, cache=cache, out=out, sinks=sinks)
         pdl_options = {"LAUNCH_NEXT": pdl, "WAIT": "first" if pdl else ""}
         no_scratch = (out, out, out, 0, 0)
-        is_selected = self.has_wgmma and warp_specialized.is_selected(q, rows, heads, cache, sinks)
+        is_quantized_cache = cache.element_size() == 1
+        kernels = quantized_rows if is_quantized_cache else warp_specialized
+        is_selected = self.has_wgmma and kernels.is_selected(q, rows, heads, cache, sinks)
         attend_even = partial(self._attend_even, is_selected, q, rows, heads, cache, out, pdl)
         if chunk := self.chunk_spans(count, heads, rows.page_table, page_size):
             short = config(CHUNKED_TILES)
@@ -337,14 +339,12 @@ class PrefillAttention:
             short = config(next((found for limit, found in limits if count <= limit), SHORT_TILES_512))
             launch(short, attend_even(short, 0), count, no_scratch, **pdl_options)
         else:
-            tall_tiles = TALL_TILES_SM90 if self.has_wgmma else TALL_TILES
-            if self.has_wgmma and cache.element_size() == 1:
-                tall_tiles = TALL_TILES_BYTES_SM90
-            short, tall = config(SHORT_TILES), config(tall_tiles)
+            short, tall = config(SHORT_TILES), config(TALL_TILES_SM90 if self.has_wgmma else TALL_TILES)
             heights = short.height // group, tall.height // group
             short_tiles, tall_tiles = self.worklists.short_and_tall(rows, *heights)
             programs = 2 * triton.cdiv(count, heights[1])
-            if is_selected and tall.specialized_stages and count >= warp_specialized.MIN_TALL_ROWS:
+            has_stages = tall.specialized_stages and not is_quantized_cache
+            if is_selected and has_stages and count >= warp_specialized.MIN_TALL_ROWS:
                 warp_specialized.launch_tiles(
                     q, rows, heads, cache, out, tall_tiles, programs, height=tall.height,
                     stages=tall.specialized_stages, launches_next=self.has_pdl, waits=False,
@@ -358,17 +358,14 @@ class PrefillAttention:
         self, is_selected: bool, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor,
         pdl: bool, short: TileConfig, chunk: int,
     ) -> Tensor:  # fmt: skip
-        """Compute long tiles of even length with `warp_specialized.py`; return the list of other tiles."""
+        """Compute long tiles of even length with kernels of Hopper; return the list of other tiles."""
         group, stages = heads.num_q // heads.num_kv, short.specialized_stages
         if not (is_selected and stages):
             return self.worklists.by_keys(rows, short.height // group, chunk, heads.window if chunk else 0)
-        per_wave = max(1, self._num_sms // heads.num_kv)
-        half, height = warp_specialized.HALF_ROWS // group, short.height // group
-        even, others = self.worklists.even_or_others(rows, half, height, chunk, per_wave)
-        warp_specialized.launch_tiles(
-            q, rows, heads, cache, out, even, min(len(q), per_wave), height=warp_specialized.HALF_ROWS,
-            stages=stages, launches_next=pdl, waits=pdl,
-        )  # fmt: skip
+        kernels = quantized_rows if cache.element_size() == 1 else warp_specialized
+        per_wave, height = max(1, self._num_sms // heads.num_kv), kernels.EVEN_ROWS // group
+        even, others = self.worklists.even_or_others(rows, height, short.height // group, chunk, per_wave)
+        kernels.launch_even(q, rows, heads, cache, out, even, min(len(q), per_wave), stages, pdl)
         return others
 
 

@@ -36,17 +36,11 @@ TALL_TILES = {
     64: TileConfig(64, 4, 2),
     128: TileConfig(128, 8, 3, splits_full_blocks=False, prefetches_pages=True),
 }
-# On Hopper, for keys that are not quantised. The span loop has half the instructions a key and does not wait
-# after every tensor core instruction (ptxas C7514): 0.67 of the time of TALL_TILES at 8,192 rows.
+# On Hopper. The span loop has half the instructions a key and does not wait after every tensor core
+# instruction (ptxas C7514): 0.67 of the time of TALL_TILES at 8,192 rows.
 TALL_TILES_SM90 = {
     64: TileConfig(64, 4, 3, span_loop=True),
     128: TileConfig(128, 8, 3, span_loop=True, specialized_stages=2),
-}
-# On Hopper, for quantised keys. From 64 rows on, the instructions (wgmma) would add the elements of a key
-# in other groups than those of short tiles, for which the compiler permutes converted bytes: other bits.
-TALL_TILES_BYTES_SM90 = {
-    64: TileConfig(32, 4, 2),
-    128: TileConfig(32, 4, 3, splits_full_blocks=False, prefetches_pages=True),
 }
 SHORT_TILES_512 = {64: TileConfig(16, 4, 3, 168), 128: TileConfig(16, 4, 3, 128)}
 SHORT_TILES = {64: TileConfig(16, 2, 3), 128: TileConfig(16, 2, 3)}

@@ -16,6 +16,7 @@ from triton.language.extra import cuda
 
 from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention.online_softmax import KEYS, LOG2_E, SPAN
+from draftproof.ops.triton.attention.pipelined_spans import attend_full_spans
 from draftproof.ops.triton.attention.warpgroups import (
     attend_span,
     load_spans,
@@ -27,7 +28,9 @@ from draftproof.ops.triton.attention.warpgroups import (
 )
 
 HALF_ROWS = 64  # rows times heads of a computing warpgroup
+EVEN_ROWS = HALF_ROWS  # rows times heads of a tile of decode rows
 COMPUTE_REGISTERS = 208  # of a thread that computes; the 88 that remain of 504 belong to a thread that loads
+TALL_COMPUTE_REGISTERS = 216  # of a thread of two computing warpgroups
 ONES_COLUMNS = 8  # of the matrix of ones: the minimum of the instruction
 # The kernels were faster at 16,384 tokens of context. A shorter page table has no such contexts: with few
 # spans the rings are hardly used, and decode rows need a launch more.
@@ -65,10 +68,13 @@ def load_tiles(
     slots, positions, page_table, cache, tiles, ks, vs, k_full, k_empty, v_full, v_empty,
     R, max_pages, plane,
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, PAGE: gl.constexpr,
-    KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, HALF_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Copy the keys and values of the spans of all tiles into the rings."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    # Consecutive tokens of a thread share a page id and most of their addresses: 161 instructions a span, not
+    # 369. Not measured for decode rows.
+    TOKENS: gl.constexpr = 8 if BM > HALF_ROWS and PAGE % 8 == 0 else 1
+    layout: gl.constexpr = gl.BlockedLayout([TOKENS, 8], [2, 16], [4, 1], [1, 0])
     keys = cache + gl.program_id(0) * D + gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     values = keys + plane
     count = gl.load(tiles)
@@ -126,12 +132,19 @@ def compute_tiles(
         acc = gl.zeros([HALF_ROWS, D], gl.float32, VALUES)
         num_spans = last // SPAN + 1
         num_full = gl.minimum((first_position + 1) // SPAN, num_spans)
-        for span in range(num_full):
-            m1, sums1, acc1 = attend_span(
-                q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, first + span,
-                HALF_ROWS, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, False,
-            )  # fmt: skip
-            m, total, acc = merge(m, total, acc, m1, sums1, acc1, VALUES)
+        if BM > HALF_ROWS:
+            if num_full > 0:
+                m, total, acc = attend_full_spans(
+                    q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, scale, first, num_full, m,
+                    total, acc, HALF_ROWS, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS,
+                )  # fmt: skip
+        else:
+            for span in range(num_full):
+                m1, sums1, acc1 = attend_span(
+                    q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, first + span,
+                    HALF_ROWS, D, KEYS, ONES, STAGES, SCORES, VALUES, SUMS, False,
+                )  # fmt: skip
+                m, total, acc = merge(m, total, acc, m1, sums1, acc1, VALUES)
         for span in range(num_full, num_spans):
             m1, sums1, acc1 = attend_span(
                 q_shared, ks, vs, ones, k_full, k_empty, v_full, v_empty, pos, scale, span, first + span,
@@ -168,7 +181,8 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (slots, positions, page_table, cache, tiles, ks, vs, k_full, k_empty, v_full,
-                              v_empty, R, max_pages, plane, NUM_KV, GROUP, D, BM, PAGE, KEYS, SPAN, STAGES)),
+                              v_empty, R, max_pages, plane, NUM_KV, GROUP, D, BM, PAGE, KEYS, SPAN, STAGES,
+                              HALF_ROWS)),
                 (compute_tiles, (q, slots, positions, out, tiles, queries.index(0), ks, vs, ones, k_full,
                                  k_empty, v_full, v_empty, R, scale, 0, NUM_KV, GROUP, D, BM, KEYS, SPAN,
                                  STAGES, HALF_ROWS, ONES)),
@@ -179,7 +193,8 @@ def warp_specialized_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (slots, positions, page_table, cache, tiles, ks, vs, k_full, k_empty, v_full,
-                              v_empty, R, max_pages, plane, NUM_KV, GROUP, D, BM, PAGE, KEYS, SPAN, STAGES)),
+                              v_empty, R, max_pages, plane, NUM_KV, GROUP, D, BM, PAGE, KEYS, SPAN, STAGES,
+                              HALF_ROWS)),
                 (compute_tiles, (q, slots, positions, out, tiles, queries.index(0), ks, vs, ones, k_full,
                                  k_empty, v_full, v_empty, R, scale, 0, NUM_KV, GROUP, D, BM, KEYS, SPAN,
                                  STAGES, HALF_ROWS, ONES)),
@@ -221,6 +236,18 @@ def launch_tiles(
         cache.stride(0), heads.scale * LOG2_E,
         NUM_KV=heads.num_kv, GROUP=heads.num_q // heads.num_kv, D=heads.dim, BM=height, PAGE=cache.shape[2],
         KEYS=KEYS, SPAN=SPAN, STAGES=stages, HALF_ROWS=HALF_ROWS, ONES=ONES_COLUMNS,
-        COMPUTE_REGISTERS=COMPUTE_REGISTERS, LAUNCH_NEXT=launches_next, WAIT=waits,
+        COMPUTE_REGISTERS=TALL_COMPUTE_REGISTERS if height > HALF_ROWS else COMPUTE_REGISTERS,
+        LAUNCH_NEXT=launches_next, WAIT=waits,
         num_warps=4, enable_fp_fusion=False, **options,
+    )  # fmt: skip
+
+
+def launch_even(
+    q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, tiles: Tensor, programs: int,
+    stages: int, pdl: bool,
+) -> None:  # fmt: skip
+    """Compute a list of tiles of decode rows with `programs` of every KV head."""
+    launch_tiles(
+        q, rows, heads, cache, out, tiles, programs, height=EVEN_ROWS, stages=stages, launches_next=pdl,
+        waits=pdl,
     )  # fmt: skip

@@ -63,11 +63,23 @@ def make_ones(dtype: gl.constexpr, KEYS: gl.constexpr, ONES: gl.constexpr):
 def load_page_ids(
     pages, span, last, PAGE: gl.constexpr, KEYS: gl.constexpr, SPAN: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Load the page ids of a span, a tensor [KEYS] per block; 0 where a key does not exist."""
+    """Load the page ids of a span, a tensor [KEYS] per block; 0 where a key does not exist.
+
+    A thread loads one id for its consecutive keys, which are in one page.
+    """
+    TOKENS: gl.constexpr = LAYOUT.parent.size_per_thread[0]
+    groups: gl.constexpr = gl.BlockedLayout([1, TOKENS], [2, 16], [4, 1], [1, 0])
     page_ids = ()
     for block in gl.static_range(SPAN // KEYS):
-        key = span * SPAN + block * KEYS + gl.arange(0, KEYS, layout=LAYOUT)
-        page_ids = page_ids + (gl.load(pages + key // PAGE, mask=key <= last, other=0),)
+        if TOKENS == 1:
+            key = span * SPAN + block * KEYS + gl.arange(0, KEYS, layout=LAYOUT)
+            page_ids = page_ids + (gl.load(pages + key // PAGE, mask=key <= last, other=0),)
+        else:
+            group = gl.arange(0, KEYS // TOKENS, layout=gl.SliceLayout(1, groups))
+            key = span * SPAN + block * KEYS + group * TOKENS
+            page_id = gl.load(pages + key // PAGE, mask=key <= last, other=0)
+            of_keys = page_id[:, None] + gl.zeros([KEYS // TOKENS, TOKENS], gl.int32, groups)
+            page_ids = page_ids + (gl.convert_layout(gl.reshape(of_keys, [KEYS]), LAYOUT),)
     return page_ids
 
 

@@ -19,14 +19,13 @@ from draftproof.ops.triton.elementwise import act_gate
 from draftproof.ops.triton.gemm.fused import load_rope_rows, rope_store_tile
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.kernel_utils import INTERPRETED, launch_options, next_power_of_two
+from draftproof.ops.triton.kernel_utils import HAS_PTX, INTERPRETED, launch_options, next_power_of_two
 from draftproof.ops.triton.quantized.dot import dot_4bit, dot_fp8, dot_w8a8, dot_w8a8_row
 from draftproof.ops.triton.quantized.rows import QuantizedRows
 
 GROUP = 8  # row tiles that traverse the columns of the weight together, so that they find it in L2
 INLINE_VALUES_PER_THREAD = 64  # values of x that a thread holds to find the largest magnitude of a row
 INT4_ZERO = 8  # zero point of a symmetric 4-bit weight
-USE_DP4A = tl.constexpr(not INTERPRETED)  # the interpreter knows no assembly
 
 
 @triton.jit
@@ -48,7 +47,7 @@ def products(
         )  # fmt: skip
     elif FORMAT == "w8a8" and BM == 1:
         y, row_scale = dot_w8a8_row(
-            x, w, row_scales, rm, wn, row_ok, col_ok, K, BN, BK, EVEN_K, PDL_WAIT, USE_DP4A, X_BLOCK
+            x, w, row_scales, rm, wn, row_ok, col_ok, K, BN, BK, EVEN_K, PDL_WAIT, HAS_PTX, X_BLOCK
         )
     elif FORMAT == "w8a8":
         y = dot_w8a8(x, w, rm, wn, row_ok, col_ok, K, BM, BN, BK, EVEN_K, PDL_WAIT)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.ops.triton.kernel_utils import INTERPRETED
-
-HAS_PTX = tl.constexpr(not INTERPRETED)  # the interpreter runs no inline assembly
+from draftproof.ops.triton.kernel_utils import HAS_PTX
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Attention of quantised KV with kernels of its own."""
