@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -241,25 +242,29 @@ class HybridProposer(DeviceProposer):
         This waits for the device. Rounds are added while each gains its cost, by acceptance rates of the
         record before the last window.
         """
-        slots = batch.slots.clamp(min=0)
-        is_known = (batch.columns.seed[slots] == self.record.last[0, slots])[:, None]
-        accepted = torch.where(is_known, self.record.accepted[slots], 0) / FIXED_ONE
-        rejected = torch.where(is_known, self.record.rejected[slots], 0) / FIXED_ONE
+        slots, budget = batch.slots.cpu().numpy(), batch.budget.cpu().numpy()
+        lines, record = np.maximum(slots, 0), self.record
+        is_known = batch.columns.seed.cpu().numpy()[lines] == record.last[0].cpu().numpy()[lines]
+        accepted, rejected = (
+            np.where(is_known[:, None], part.cpu().numpy()[lines], 0) / FIXED_ONE
+            for part in (record.accepted, record.rejected)
+        )
         rates = (accepted + PRIOR_ACCEPTED) / (accepted + rejected + PRIOR_ACCEPTED + PRIOR_REJECTED)
-        best = torch.zeros(len(slots))
+        best = np.zeros(len(slots))
         for i, (draft, expected) in found.items():
-            by_rate = rates[:, i] * (1 - rates[:, i] ** draft.count) / (1 - rates[:, i])
+            by_rate = rates[:, i] * (1 - rates[:, i] ** draft.count.cpu().numpy()) / (1 - rates[:, i])
             if expected is not None:
-                by_rate = torch.where(expected >= 0, expected / FIXED_ONE, by_rate)
-            best = torch.maximum(best, by_rate)
-        rate = torch.where(batch.slots >= 0, rates[:, self.model_source], 0.0)
-        survival, gain, rounds = torch.ones(len(slots)), torch.zeros(len(slots)), 0
+                given = expected.cpu().numpy()
+                by_rate = np.where(given >= 0, given / FIXED_ONE, by_rate)
+            best = np.maximum(best, by_rate)
+        rate = np.where(slots >= 0, rates[:, self.model_source], 0.0)
+        survival, gain, rounds = np.ones(len(slots)), np.zeros(len(slots)), 0
         while rounds < max_rounds:
-            survival = survival * rate * (batch.budget > rounds)
+            survival = survival * rate * (budget > rounds)
             if float(survival.sum()) <= batch.costs.round:
                 break
             gain, rounds = gain + survival, rounds + 1
-        return float((gain - best).clamp(min=0).sum()) > rounds * batch.costs.round
+        return float(np.maximum(gain - best, 0).sum()) > rounds * batch.costs.round
 
     def _attach_draft_info(self, chosen: Draft, drafts: Sequence[Draft], made: Tensor) -> Draft:
         """Attach logprobs, ranks and distributions of the members that report them; others are certain."""
