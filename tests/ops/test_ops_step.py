@@ -131,7 +131,8 @@ def features(seed: int) -> Counter[str]:
             found["n-gram"] += 1
             length = int(columns.length[slot])
             text = columns.tokens[slot, :length].tolist()
-            found["period shorter than the budget"] += length - _latest_match(text, 1, 3) < int(count[b])
+            at, _ = _latest_match(text, 1, 3)
+            found["period shorter than the budget"] += length - at < int(count[b])
         if not window:
             continue
         rows = bad[int(before.first[b]) :][: line[NUM_DRAFT] + 1]

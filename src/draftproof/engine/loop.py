@@ -204,9 +204,8 @@ class Loop:
     def _count_drafts(self) -> None:
         """Read the exact number of drafts from the device. No step may be in flight."""
         counts = self.device.ops.runtime.fetch(self.slots.columns.num_draft)().numpy()
-        lines = np.array([s.slot for s in self.scheduler.running], np.int64)
-        self.scheduler.mirror.num_draft[lines] = counts[lines]
-        self.scheduler.mirror.matched[lines] = self.device.drafting.match_lengths[lines]
+        lines, host = np.array([s.slot for s in self.scheduler.running], np.int64), self.scheduler.mirror
+        host.num_draft[lines], host.matched[lines] = counts[lines], self.device.drafting.match_lengths[lines]
 
     def _current_features(self) -> StepFeatures:
         """Return the features of the running requests, cached while the running set stays the same."""

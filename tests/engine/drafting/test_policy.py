@@ -134,22 +134,24 @@ def test_drafts_beside_a_prompt_pay_for_their_context(milliseconds_of_a_draft: f
     assert budget.refit(slots, np.array([8]), 33).tolist() == [kept]
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_drafts_behind_long_matches_have_an_acceptance_of_their_own(is_told: bool) -> None:
-    """Check short matches whose drafts are all rejected; not told apart, those of long ones hide that."""
+@pytest.mark.parametrize("has_lengths", [True, False])
+def test_drafts_behind_long_matches_have_an_acceptance_of_their_own(has_lengths: bool) -> None:
+    """Check short matches whose drafts are all rejected; without lengths those of long ones hide that."""
     budget, slots, most = DraftBudget(2, StepCost(STEPS, learns=False)), np.arange(2), np.full(2, K)
     for slot in slots:
         budget.start(int(slot), K, adaptive=True)
     for step in range(200):
         is_long = step % 8 > 0
-        matched = np.full(2, 6 if is_long else 5) if is_told else None
+        matched = np.full(2, 6 if is_long else 5) if has_lengths else None
         granted = budget.choose(slots, most, 100, matched)
         budget.record(slots, granted, granted if is_long else np.zeros_like(granted))
-    short, long = budget.choose(slots, most, 100, np.array([5, 6]) if is_told else None).tolist()
-    assert long == K and (short <= 1) == is_told  # 1: a probe
+    short, long = budget.choose(slots, most, 100, np.array([5, 6]) if has_lengths else None).tolist()
+    assert long == K and (short <= 1) == has_lengths  # 1: a probe
     budget.start(0, K, adaptive=True)  # a new request has the prior of each class
     rates = budget._posteriors[:CLASSES] @ RATES
-    assert np.array_equal(rates, budget._posteriors[-CLASSES:] @ RATES) and (rates[0] < rates[1]) == is_told
+    assert (
+        np.array_equal(rates, budget._posteriors[-CLASSES:] @ RATES) and (rates[0] < rates[1]) == has_lengths
+    )
 
 
 def test_policy_gets_the_match_lengths_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
