@@ -32,19 +32,22 @@ lint: setup
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/mypy
 
+# Some tests wait for servers, so there is one worker more than cores.
+NUM_WORKERS = $$($(BIN)/python -c "import os; print(min(4, (os.cpu_count() or 1) + 1))")
+
 # Kernels are compiled while pip, which uses one core, installs what only tests need.
 test: WHILE_PIP_RUNS = PYTHONPATH=src $(BIN)/python tests/support/compile_kernels.py > .venv/compile_kernels.log 2>&1 &
-# Lint runs beside the tests: mypy uses one core. Each worker uses one as well, also in libraries of numpy.
+# Lint runs beside the tests: mypy uses one core, while others wait. Each worker uses one as well, also in
+# libraries of numpy.
 test: setup
-	@$(MAKE) --no-print-directory lint & lint=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile \
+	@nice $(MAKE) --no-print-directory lint & lint=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(NUM_WORKERS) --max-worker-restart 0 --dist loadfile \
 		--no-loadscope-reorder --cpu-times 30; tests=$$?; \
 	wait $$lint || { echo "make lint failed: see its output above"; exit 1; }; exit $$tests
 
-# Inner loop: no download, no slow file. Some tests wait for servers, so there is one worker more than cores.
+# Inner loop: no download, no slow file.
 test-fast: setup
-	$(BIN)/python -m pytest -n $$($(BIN)/python -c "import os; print(min(4, (os.cpu_count() or 1) + 1))") \
-		--dist worksteal -m "not slow and not network and not gpu"
+	$(BIN)/python -m pytest -n $(NUM_WORKERS) --dist worksteal -m "not slow and not network and not gpu"
 
 # Write the option table of docs/options.md.
 docs: setup

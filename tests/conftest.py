@@ -41,15 +41,21 @@ warmup.WarmUp.run_forward = _run_small_forward  # type: ignore[method-assign]
 executor.release_start_up_memory = resident_memory.release_start_up_memory = lambda: None
 compiler.COMPILE_SECONDS = 120.0  # on a loaded machine
 
+# Test files without kernels of the CPU, which `make test` compiles in another process meanwhile.
+FIRST_FILES = (
+    *("ops_triton", "grammar_masks", "adaptive", "stubs", "architecture", "frame", "bad_endpoints", "load"),
+    *("tool_calls", "tool_call_oracle"),
+)
 # Test files that take longest, in order: xdist workers that share the files then finish together.
 LONGEST_FILES = (
-    *("exact", "ops_triton", "forward", "train", "grammar_json", "bits", "tensor_parallel", "train_command"),
+    *("exact", "forward", "train", "grammar_json", "bits", "tensor_parallel", "train_command"),
     *("exact_smollm2", "ops_step", "transformers_smollm2", "endings", "distribution", "grammar_text", "soak"),
     *("serve_command", "endings_text", "supervisor", "transformers", "serve_schema", "overlap", "train_mtp"),
-    *("examples", "sampling", "native_mtp", "remote_engine", "output_table", "grammar_masks", "llm", "cli"),
+    *("examples", "sampling", "native_mtp", "remote_engine", "output_table", "llm", "cli"),
 )
 # Files of tests that take more than a few seconds each; `make test-fast` runs only what they mark as fast.
 SLOW_FILES = frozenset(LONGEST_FILES) | {
+    *("ops_triton", "grammar_masks"),
     *(
         "async_ends",
         "async_llm",
@@ -87,8 +93,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by file, fixture and docstring, and sort the longest files first."""
-    order = {name: i for i, name in enumerate(LONGEST_FILES)}
+    """Mark tests by file, fixture and docstring, and sort files by `FIRST_FILES` and `LONGEST_FILES`."""
+    order = {name: i for i, name in enumerate((*FIRST_FILES, *LONGEST_FILES))}
     for item in items:
         name = item.path.stem.removeprefix("test_")
         if name in SLOW_FILES and item.get_closest_marker("fast") is None:

@@ -33,25 +33,57 @@ def doubled(values):
 print(doubled(np.arange(3)), "numba.np.arraymath" in sys.modules)
 """
 PARALLEL = """
+import ctypes
 import os
-import sys
 import time
-import kernel_variants
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
 from draftproof.ops.cpu.jit import parallel_compile
+from draftproof.ops.cpu.jit.compile import kernel, load_i64, store_i64
 
-made = [kernel_variants.make(value) for value in range(1, 5)]
+def make(value):
+    @kernel
+    def run(args, rows, thread, threads, scratch):
+        store_i64(load_i64(args), value)
+    return run
+
+def stored(made):
+    found = (ctypes.c_int64 * 1)()
+    args = (ctypes.c_int64 * 1)(ctypes.addressof(found))
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(made.address)(ctypes.addressof(args), 1, 0, 1, 0)
+    return found[0]
+
+FOLDER = Path(__file__).parent
+fork = parallel_compile._fork
+
+def fork_and_wait(*arguments):  # until a child has compiled a kernel
+    child = fork(*arguments)
+    until = time.monotonic() + 15
+    while not list(FOLDER.rglob("*.nbc")) and time.monotonic() < until:
+        time.sleep(0.01)
+    return child
+
+CHANGES = {
+    "parallel": [mock.patch.object(parallel_compile, "_fork", fork_and_wait)],
+    "ends": [mock.patch.object(parallel_compile, "new_symbol_numbers", lambda: os._exit(1))],
+    "hangs": [
+        mock.patch.object(parallel_compile, "new_symbol_numbers", lambda: time.sleep(600)),
+        mock.patch.object(parallel_compile, "MAX_WAIT_SECONDS", 0.1),
+    ],
+    "full": [mock.patch("os.fork", side_effect=BlockingIOError)],  # no process can be started
+}
 parallel_compile._num_cores = lambda: 3
-if sys.argv[1:] == ["ends"]:  # a child ends before it has compiled anything
-    parallel_compile.new_symbol_numbers = lambda: os._exit(1)
-if sys.argv[1:] == ["full"]:  # no process can be started
-    def fork():
-        raise BlockingIOError
-    os.fork = fork
-if sys.argv[1:] == ["hangs"]:
-    parallel_compile.new_symbol_numbers, parallel_compile.MAX_WAIT_SECONDS = lambda: time.sleep(600), 0.1
-parallel_compile.compile_kernels(made)
-print(sum(kernel._compiled is None for kernel in made), sum(kernel.is_available for kernel in made))
-print(*(kernel_variants.stored(value) for value in range(1, 5)))
+for name, changes in CHANGES.items():
+    made = [make(value) for value in range(1, 5)]
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change)
+        parallel_compile.compile_kernels(made)
+    print(name, sum(one._compiled is None for one in made), sum(one.is_available for one in made), end=" ")
+    print(*map(stored, made))
+    for path in FOLDER.rglob("*.nbc"):
+        path.unlink()
 """
 VARIANTS = Path(__file__).parents[1] / "support" / "kernel_variants.py"
 
@@ -129,19 +161,15 @@ def test_cached_kernel_beside_a_compiled_one_keeps_its_code(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux only")
 def test_children_compile_the_same_kernels(tmp_path: Path) -> None:
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    expected = stored_by_kernels(alone, "1,2,3,4")
-    for name in ("parallel", "ends", "hangs", "full"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / VARIANTS.name).write_text(VARIANTS.read_text())
-        (folder / "run.py").write_text(PARALLEL)
-        command = [sys.executable, str(folder / "run.py"), name]
-        result = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        compiled_by_children, available = int(result[0]), int(result[1])
-        assert (compiled_by_children > 0) == (name == "parallel") and available == 4
-        assert result[2:] == expected
+    """Let children compile; end or hang before they have compiled anything; or not start."""
+    path = tmp_path / "run.py"
+    path.write_text(PARALLEL)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["parallel", "ends", "hangs", "full"]
+    for name, compiled_by_children, *rest in lines:
+        assert (int(compiled_by_children) > 0) == (name == "parallel")
+        assert rest == ["4", "1", "2", "3", "4"]  # available, and what each kernel stores
 
 
 def test_native_loops_compile_without_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

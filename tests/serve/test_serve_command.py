@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,7 @@ def test_killed_worker_ends_streams_and_is_restarted(folder: Path) -> None:
             states.add(health.json()["status"])
             refused = running.post(body)
             assert refused.status_code in (200, 503), refused.text
+            time.sleep(0.05)  # the worker needs the core
         assert states <= {"restarting", "starting"} and health.json()["restarts"] == 1
         assert running.post({**body, "max_tokens": 20}).json()["choices"][0]["text"] == want
         assert "worker_restarts_total{" in running.http.get("/metrics").text

@@ -12,8 +12,6 @@ import pytest
 from draftproof.serve.settings import ApiKeys, Settings
 from serving import NGRAM, Served, make_folder, serving, tiny
 
-anthropic = pytest.importorskip("anthropic")
-
 PLACE = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}, "now": {"type": "boolean"}},
@@ -41,7 +39,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[Any]:
+def anthropic() -> Any:
+    """Return the client's package, which takes seconds to import: not in every worker."""
+    return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="module")
+def client(served: Served, anthropic: Any) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=served.url, api_key="one", max_retries=0, timeout=600) as made:
         yield made
 
@@ -223,7 +227,7 @@ def test_refusals_have_the_form_of_the_api(served: Served, more: dict[str, Any],
     assert ("details" in body["error"]) == ("thread" in more)
 
 
-def test_errors_and_keys_of_the_client(served: Served, client: Any) -> None:
+def test_errors_and_keys_of_the_client(served: Served, client: Any, anthropic: Any) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(**options(model="claude"))
     assert caught.value.body["error"]["type"] == "not_found_error"
@@ -236,7 +240,7 @@ def test_errors_and_keys_of_the_client(served: Served, client: Any) -> None:
 
 
 def test_failure_after_the_first_event_is_an_event(
-    served: Served, client: Any, monkeypatch: pytest.MonkeyPatch
+    served: Served, client: Any, anthropic: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the end of a stream: an exception in the builder is reported to the client."""
     monkeypatch.setattr("draftproof.serve.api.messages.builder.MessageBuilder.response", None)

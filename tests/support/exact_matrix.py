@@ -20,8 +20,8 @@ TEST_METHODS = [f"proposers:{name}" for name in ("Junk", "Perfect", "Flaky", "Se
 # Proposers with code of their own: of those that share code, the first.
 DISTINCT_METHODS = [*{heads.code_of(name): name for name in reversed(PROPOSERS)}.values(), *TEST_METHODS]
 EXACT = [name for name in STRATEGIES if lookup(STRATEGIES, name, "strategy").seed_exact]
-MAX_TOKENS = 10
-LONG_MAX_TOKENS = 14  # where 10 tokens would end before a JSON answer, or before a second window of 8 drafts
+MAX_TOKENS = {"many": 8, "few": 8, "preempted": 10}  # pages -> tokens; 8 may end before a preemption
+LONG_MAX_TOKENS = 14  # where 8 tokens would end before a JSON answer, or before a second window of 8 drafts
 LENGTH = {16: 40, 64: 100, 512: 120}  # chunk -> prompt length; 7 prompts exceed 512
 TRAFFIC: dict[str, dict[str, Any]] = {
     "together": {},
@@ -112,7 +112,7 @@ def check(levels: dict[str, Any], backend: str = "auto", threads: int = 1, devic
         grammar=grammar,
     )
     others = NEIGHBOURS[levels["k"] % 3 :] + NEIGHBOURS[: levels["k"] % 3]  # other pairs
-    max_tokens = LONG_MAX_TOKENS if grammar != "none" or levels["k"] == 8 else MAX_TOKENS
+    max_tokens = LONG_MAX_TOKENS if grammar != "none" or levels["k"] == 8 else MAX_TOKENS[levels["pages"]]
     cases = [replace(case, max_tokens=max_tokens) for case in (first, *others[: levels["batch"] - 1])]
     if levels["overlap"] and levels["option"] in OVERLAP_OPTIONS:  # the neighbours must allow overlap too
         free = {"option": "eos", "grammar": "none"}

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from fcntl import ioctl
 
 TIMEOUT_SECONDS = 300  # reached by a test that hangs only
-INTERRUPT_INTERVAL_SECONDS = 10
+INTERRUPT_INTERVAL_SECONDS = 3
 _SEQUENCE = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b\]8;[^\x1b\x07]*(?:\x1b\\|\x07)|\x1b[()=>][0-9A-B]?")
 
 

@@ -142,7 +142,7 @@ def no_row_padding(slots, R, ROWS):  # type: ignore[no-untyped-def]
 @check
 def draft_round_without_live_rows_stores_nothing() -> None:
     """Check a round of padding only, and rounds with one live row at several places."""
-    heads, hidden = NARROW, 192
+    heads, hidden = NARROW, 64
     layer = head_layer(decoder(heads, hidden, 256, False, (0,))[0], hidden)
     paged, rope = Paged(heads, [131, 7, 19, 300], dtype=BF16), randn(512, heads.dim, seed=5)
     x, table = randn(6, hidden, seed=3, dtype=BF16), randn(11, hidden, seed=4, dtype=BF16)
@@ -188,7 +188,7 @@ def layers_with_bias_and_windows_have_the_bits_of_separate_ops() -> None:
 def pieces_of_tiles_have_the_bits_of_separate_ops() -> None:
     """Divide tiles into pieces of two spans by a merge cost below zero."""
     with mock.patch.object(fused_layers, "MERGE_COST", -1):
-        assert_bits_of_separate_ops(NARROW, 192, False, (0,), pieces=2)
+        assert_bits_of_separate_ops(NARROW, 64, False, (0,), pieces=2)
         assert_bits_of_separate_ops(WIDE, 64, True, (260,), pieces=2)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -133,17 +134,22 @@ WHEN: dict[str, Callable[[str, list[int]], bool]] = {
 WORDS = ("aaaaaa", "abcabc", "fedfed", "ffffff")
 
 
+@cache
+def plain_words() -> dict[str, tiny.Record]:
+    """Return the records without drafts of requests for one of the words."""
+    return served(words(*WORDS))
+
+
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("when", WHEN)
 def test_grammar_that_raises_fails_its_own_request_alone(when: str, spec: str) -> None:
-    whole = words(*WORDS)
-    plain = served(whole)
+    whole, plain = words(*WORDS), plain_words()
     answers = {name: record.token_ids for name, record in plain.items()}
     proposers.set_answers(answers)
     params = SamplingParams(max_tokens=40, logprobs=3, logprobs_mode="processed")
     requests = [tiny.request(i, params, grammar=whole) for i in range(4)]
     requests[1] = replace(requests[1], grammar=Breaking(whole, WHEN[when]))
-    requests[3] = replace(requests[3], grammar=None)
+    requests[3] = replace(requests[3], grammar=None, params=replace(params, max_tokens=10))
     got = tiny.run(tiny.engine(speculative=SPECS[spec], debug=False), requests)
     for name in ("0", "2"):
         assert compare(name, plain[name], got[name]) == []
@@ -169,8 +175,7 @@ def test_grammar_failure_on_a_rejected_draft_fails_no_request(spec: str) -> None
 
 @pytest.mark.parametrize("spec", DRAFTED)
 def test_grammar_that_cannot_roll_back_is_rebuilt(spec: str) -> None:
-    whole = words(*WORDS)
-    plain = served(whole)
+    whole, plain = words(*WORDS), plain_words()
     broken = Breaking(whole, lambda name, tokens: name == "rollback" and len(tokens) > 1)
     answers = {name: record.token_ids for name, record in plain.items()}
     assert differences(plain, served(broken, spec, answers)) == []
