@@ -18,9 +18,9 @@ from draftproof.text.tokenizer import load_tokenizer
 from draftproof.types import Request
 from exact import NUM_THREADS, check_empty, compare, num_threads
 
-LIST = "".join(f"{i}. The cat sat on the mat and looked at the dog.\n" for i in range(1, 6))
+LIST = "".join(f"{i}. The cat sat on the mat and looked at the dog.\n" for i in range(1, 10))
 PROMPTS = [
-    (LIST + "6.", {}),  # long; its continuation is a copy
+    (LIST + "10.", {}),  # longer than a span of 128 keys; its continuation is a copy
     ("The capital of France is", {"frequency_penalty": 0.8, "logprobs_mode": "processed"}),
     ("def fibonacci(n):\n    if n", {"top_p": 0.9, "min_tokens": 8}),
     ("Once upon a time there was a", {"top_k": 40, "repetition_penalty": 1.2}),
@@ -32,7 +32,7 @@ def model(smollm2, smollm2_path):
     """Return functions for requests, engines and cached reference runs."""
     tokenizer = load_tokenizer(smollm2_path)
     ids = [tokenizer.encode(text) for text, _ in PROMPTS]
-    assert len(ids[0]) > 60
+    assert len(ids[0]) > 128
 
     def request(index: int, temperature: float, k: int | None = None) -> Request:
         options = {"max_tokens": 8, "logprobs": 5, **PROMPTS[index][1]}

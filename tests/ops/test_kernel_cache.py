@@ -59,7 +59,7 @@ fork = parallel_compile._fork
 
 def fork_and_wait(*arguments):  # until a child has compiled a kernel
     child = fork(*arguments)
-    until = time.monotonic() + 15
+    until = time.monotonic() + 120
     while not list(FOLDER.rglob("*.nbc")) and time.monotonic() < until:
         time.sleep(0.01)
     return child

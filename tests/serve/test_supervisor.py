@@ -161,6 +161,7 @@ def test_hung_worker_is_killed_and_terminated_worker_finishes(folder: Path, monk
                 assert (events[-1].finish_reason, events[-1].error) == ("length", None)
                 while llm.worker_status().restarts < 2:
                     await asyncio.sleep(0.02)
+                await wait_until_ready(llm)
                 assert "status 0" in str(llm.worker_status().reason)
 
         asyncio.run(main())
