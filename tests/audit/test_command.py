@@ -81,6 +81,7 @@ def test_command_writes_reports(served: Served, tmp_path: Path, capsys: pytest.C
         (["http://x/v1", "--rate", "-1"], "--rate must be larger than 0"),
         (["http://x/v1", "--timeout", "nan"], "--timeout must be larger than 0"),
         (["http://x/v1", "--html", "no/such/folder/report.html"], "a folder that exists"),
+        (["http://x/v1", "--against-model", "m"], "give its URL with --against too"),
         (["http://x/v1", "--resume", "."], "cannot be written"),
         (["http://[::1/v1"], "HOST:PORT"),
         (["http://x:port/v1"], "HOST:PORT"),

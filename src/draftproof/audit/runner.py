@@ -30,7 +30,7 @@ from draftproof.audit.probes import (
 )
 from draftproof.audit.probes.result import Context, Plan, Result
 from draftproof.audit.report.verdict import Report
-from draftproof.errors import DraftproofError, RequestError, nearest
+from draftproof.errors import ConfigError, DraftproofError, RequestError, nearest
 
 Probe = Callable[[Context], list[Result]]
 
@@ -106,6 +106,11 @@ def audit(
     unknown = [name for name in only or () if name not in STAGES]
     if unknown:
         raise RequestError(f"unknown stage {unknown[0]!r}: {nearest(unknown[0], STAGES, ', '.join(STAGES))}")
+    if against_model is not None and against is None:
+        raise ConfigError(
+            "--against-model names the model of a second endpoint: give its URL with --against too, or leave "
+            "it out; --model names the model of the first"
+        )
     plan = plan or replace(plan_for(suite, budget_tokens), neighbours=neighbours)
     stored = ExchangeFile(resume) if resume else None
     limits: dict[str, Any] = {
