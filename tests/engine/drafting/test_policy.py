@@ -18,6 +18,7 @@ from draftproof.engine.drafting.policy import DraftModel, DraftPolicy, DraftRun,
 from draftproof.engine.drafting.run_ahead import StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.sampling_params import SamplingParams
+from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, FinishStatus
 
 K = 4
 FLAT = {1: 1.0, 8: 1.0, 64: 1.0}  # rows are free
@@ -27,7 +28,7 @@ MEMBER = DraftModel(source=0, is_member=True, rounds=2)
 
 
 class Steps:
-    """A policy that serves `count` requests whose drafts are all accepted or all rejected."""
+    """A policy that serves `count` requests, with given results of their drafts."""
 
     def __init__(
         self,
@@ -46,13 +47,18 @@ class Steps:
         for slot in self.slots:
             self.policy.start(int(slot), K, adaptive)
 
-    def step(self, accepted: Any = 1.0, source: int = 0, drafted: int | None = None) -> Any:
-        """Decide, run and observe one step; return the decision."""
+    def step(self, accepted: Any = 1.0, source: int = 0, drafted: int = K, ended: int = 0) -> Any:
+        """Decide, run and observe one step; return the decision.
+
+        accepted: share of the drafts, of all requests or [B]. drafted: at most so many of the granted drafts
+        exist. ended: the requests' `FinishStatus` behind the step.
+        """
         decision = self.policy.decide(self.slots, None, keys=100)
-        drafts = decision.drafts.copy() if drafted is None else np.full(self.count, drafted)
+        drafts = decision.drafts.copy()
         table = np.zeros((self.count, 6), np.int64)
-        table[:, 1], table[:, 2] = drafts, np.floor(accepted * drafts)
-        table[:, 0] = 1 + table[:, 2]
+        table[:, NUM_DRAFT], table[:, ENDED] = np.minimum(drafts, drafted), ended
+        table[:, NUM_ACCEPTED] = np.floor(accepted * table[:, NUM_DRAFT])
+        table[:, NUM_OUT] = 1 + table[:, NUM_ACCEPTED]
         plan = SimpleNamespace(
             slots=self.slots,
             drafts=drafts,
@@ -121,7 +127,9 @@ def test_room_limits_drafts() -> None:
 
 
 @pytest.mark.parametrize(("milliseconds_of_a_draft", "kept"), [(0.0, 8), (30.0, 0)])
-def test_drafts_beside_a_prompt_pay_for_their_context(milliseconds_of_a_draft: float, kept: int) -> None:
+def test_drafts_beside_a_prompt_include_the_cost_of_context(
+    milliseconds_of_a_draft: float, kept: int
+) -> None:
     """Check drafts that were chosen while rows were cheap, when a prompt joins their step."""
     cost = StepCost({1: 10.0, 64: 11.0}, interpolate=True, learns=False)
     budget, slots = DraftBudget(1, cost), np.zeros(1, np.int64)
@@ -185,13 +193,13 @@ def test_member_model_runs_half_the_rounds_and_a_fixed_batch_all() -> None:
     assert Steps(FLAT, model=alone, asynchronous=True).step().rounds == K
 
 
-def test_member_model_is_skipped_while_every_window_is_a_full_accepted_copy() -> None:
+def test_member_model_is_skipped_while_all_granted_drafts_are_accepted_copies() -> None:
     steps = Steps(FLAT, model=MEMBER, asynchronous=True)
     steps.step(source=1)
     assert steps.step(source=1).rounds == 0
     steps.step(source=1, accepted=0.5)
     assert steps.step(source=1).rounds == 2
-    steps.step(source=0)  # full and accepted, but the model's own
+    steps.step(source=0)  # all accepted, but the model's own
     assert steps.step().rounds == 2
 
 
@@ -222,6 +230,22 @@ def test_new_request_is_taken_to_copy_where_most_requests_do() -> None:
         for slot in steps.slots:
             steps.policy.start(int(slot), K, True)
         assert steps.step(source=source).rounds == rounds
+
+
+def test_request_does_not_copy_if_fewer_drafts_exist_than_were_granted() -> None:
+    steps = Steps(FLAT, model=MEMBER, asynchronous=True)
+    steps.step(source=1)
+    assert steps.step(source=1, drafted=K - 1).rounds == 0  # the step before was a copy
+    assert steps.step(source=1).rounds == 2
+
+
+def test_window_in_which_a_request_ended_does_not_count_for_new_requests() -> None:
+    steps = Steps(FLAT, model=MEMBER, asynchronous=True)
+    steps.step(source=1)
+    steps.step(source=1, accepted=0.5, ended=FinishStatus.STOP)  # drafts behind the end are not accepted
+    for slot in steps.slots:
+        steps.policy.start(int(slot), K, True)
+    assert steps.step(source=1).rounds == 0
 
 
 def test_costs_of_rounds_are_given_where_they_are_waited_for() -> None:
