@@ -4,10 +4,11 @@ docs/drafting.md has the formulas, and every place that limits the number of dra
 
 A draft model that is a member of a hybrid runs half of the rounds, rounded up, where a search extends its
 drafts. It is skipped while its rounds would lower the tokens per second: a request that copies gains nothing
-from them, any other one the mean of the model's accepted drafts. A request copies if its last window was
-full, came from a search and was accepted to the last draft; a new request is taken to do what most requests
-do. Where each round is waited for (the CPU), the model itself stops when another round costs more than it is
-expected to gain; `decide` gives it both costs, in tokens.
+from them, any other one the mean of the model's accepted drafts. A request copies if all drafts granted to
+its last window, even a single one, came from a search and were accepted: the model's could not have added a
+token. A new request is taken to do what most requests do. Where each round is waited for (the CPU), the model
+itself stops when another round costs more than it is expected to gain; `decide` gives it both costs, in
+tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from draftproof.types import ENDED, NO_DRAFT_COSTS, NUM_ACCEPTED, NUM_DRAFT, NUM
 
 MEAN_RATE = 1 / 32  # weight of a step in the means of tokens and seconds
 MAX_MEAN_FACTOR = 3.0  # times the mean: larger values count as that
-MIN_MODEL_GAIN = 1.0  # tokens per window, expected of a model at least: a lower mean could not rise again
+MIN_MODEL_GAIN_TOKENS = 1.0  # per window, expected of a model at least: a lower mean cannot rise
 STORE_SHARE = 1 / 8  # of the seconds with rounds that storing KV takes, until it was measured
 
 
@@ -106,8 +107,8 @@ class DraftPolicy:
         self._budget = DraftBudget(num_slots, cost, charges_drafting=model is None or not model.is_member)
         self._round_costs = RoundCosts(clock)
         self._warning = AcceptanceWarning(sources)
-        self._is_copying = np.zeros(num_slots, np.bool_)  # the last window was a full, accepted copy
-        self._do_most_copy = False  # requests of the last step with drafts
+        self._is_copying = np.zeros(num_slots, np.bool_)  # all drafts granted last were accepted copies
+        self._is_copying_common = False  # most requests of the last step with drafts copied
         self._model_gain = 0.0 if model is None else float(model.rounds)  # mean accepted drafts of a window
         self._zeros = np.zeros(0, np.int64)
 
@@ -124,7 +125,7 @@ class DraftPolicy:
     def start(self, slot: int, limit: int, adaptive: bool) -> None:
         """Begin a request of at most `limit` drafts; not adaptive: it always gets them."""
         self._budget.start(slot, limit, adaptive)
-        self._is_copying[slot] = self._do_most_copy
+        self._is_copying[slot] = self._is_copying_common
 
     def select(self, slots: Ints, drafts: Ints, keys: int, matched: Ints) -> Ints:
         """Return how many of the existing drafts [B] to verify in the step that is being planned.
@@ -154,17 +155,17 @@ class DraftPolicy:
             row_seconds = self.cost.row_seconds(rows + 1) - self.cost.row_seconds(rows)
             row_seconds += self.cost.draft_context_seconds(len(slots), keys)
             return DraftDecision(drafts, max_drafts, self._round_costs.in_tokens(len(slots), row_seconds))
-        if model.is_member and not self._does_model_pay(slots, drafts, keys):
+        if model.is_member and not self._does_model_raise_speed(slots, drafts, keys):
             return DraftDecision(drafts)
         return DraftDecision(drafts, min(max_drafts, model.rounds))
 
-    def _does_model_pay(self, slots: Ints, drafts: Ints, keys: int) -> bool:
+    def _does_model_raise_speed(self, slots: Ints, drafts: Ints, keys: int) -> bool:
         """Return whether the rounds of a member's model are expected to raise the tokens per second."""
         is_copying, cost = self._is_copying[slots], self.cost
         num_tokens = len(slots) + int(drafts[is_copying].sum())  # per step, without the model
         num_gaining = np.count_nonzero(drafts[~is_copying])
         seconds = cost.row_seconds(len(slots) + int(drafts.sum())) + cost.context_seconds(keys)
-        gain = num_gaining * max(MIN_MODEL_GAIN, self._model_gain)
+        gain = num_gaining * max(MIN_MODEL_GAIN_TOKENS, self._model_gain)
         return bool(gain * seconds > cost.draft_seconds(len(slots)) * num_tokens)
 
     def _num_drafts(self, slots: Ints, room: Ints | None, keys: int, refresh: bool) -> Ints:
@@ -222,7 +223,7 @@ class DraftPolicy:
         if not len(is_copy):
             return
         self._is_copying[step.plan.slots[continues]] = is_copy
-        self._do_most_copy = 2 * int(np.count_nonzero(is_copy)) > len(is_copy)
+        self._is_copying_common = 2 * int(np.count_nonzero(is_copy)) > len(is_copy)
         accepted = table[continues & is_model & (table[:, NUM_DRAFT] > 0), NUM_ACCEPTED]
         if len(accepted):
             self._model_gain += MEAN_RATE * (float(accepted.mean()) - self._model_gain)
