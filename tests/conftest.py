@@ -44,7 +44,7 @@ compiler.COMPILE_SECONDS = 120.0  # on a loaded machine
 # Test files without kernels of the CPU, which `make test` compiles in another process meanwhile.
 FIRST_FILES = (
     *("ops_triton", "grammar_masks", "adaptive", "stubs", "architecture", "frame", "bad_endpoints", "load"),
-    *("tool_calls", "tool_call_oracle"),
+    *("tool_calls", "tool_call_oracle", "kv_operands"),
 )
 # Test files that take longest, in order: xdist workers that share the files then finish together.
 LONGEST_FILES = (
@@ -55,7 +55,7 @@ LONGEST_FILES = (
 )
 # Files of tests that take more than a few seconds each; `make test-fast` runs only what they mark as fast.
 SLOW_FILES = frozenset(LONGEST_FILES) | {
-    *("ops_triton", "grammar_masks"),
+    *("ops_triton", "grammar_masks", "kv_operands"),
     *(
         "async_ends",
         "async_llm",

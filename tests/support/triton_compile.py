@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from unittest import mock
@@ -67,8 +68,8 @@ too_large: list[str] = []  # kernels that do not fit into the shared memory
 permuted: list[str] = []  # attention with operands of tiles permuted, see `convert_elements` of kv_cache.py
 
 
-def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
-    """Replace JITFunction.run by a compilation."""
+def launch_source(self, args, kwargs):  # type: ignore[no-untyped-def]
+    """Return what a launch compiles: its source and options; then its arguments by name."""
     names = [p.name for p in self.params]
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
     options = {k: v for k, v in kwargs.items() if k not in names}
@@ -88,13 +89,18 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
             signature[parameter.name] = "i64" if abs(value) >= 2**31 else "i32"
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attrs[(index,)] = [["tt.divisibility", 16]]
-    label = f"{self.fn.__name__} {signature} {constants} {options}"
+    kind = GluonASTSource if isinstance(self, GluonJITFunction) else ASTSource
+    return kind(fn=self, signature=signature, constexprs=constants, attrs=attrs), options, given
+
+
+def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
+    """Replace JITFunction.run by a compilation."""
+    source, options, given = launch_source(self, args, kwargs)
+    label = f"{self.fn.__name__} {source.signature} {source.constants} {options}"
     if label in seen:
         return
     seen.add(label)
     begun = time.perf_counter()
-    kind = GluonASTSource if isinstance(self, GluonJITFunction) else ASTSource
-    source = kind(fn=self, signature=signature, constexprs=constants, attrs=attrs)
     made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     ptx = made.asm["ptx"]
     kinds = [w for w in ("wgmma", "mma.sync", "cp.async", "fma.rn.f32", "griddepcontrol") if w in ptx]
@@ -103,7 +109,8 @@ def compile_launch(self, *args, grid, warmup, **kwargs):  # type: ignore[no-unty
     print(f"{self.fn.__name__} {shape} {resources} {kinds} {time.perf_counter() - begun:.1f} s", flush=True)
     if made.metadata.shared > SHARED_BYTES:
         too_large.append(f"{self.fn.__name__} {shape} {resources}")
-    if kind is ASTSource and "attention" in self.fn.__name__ and "kWidth = 4" in made.asm["ttgir"]:
+    is_attention = "attention" in self.fn.__name__ and not isinstance(self, GluonJITFunction)
+    if is_attention and "kWidth = 4" in made.asm["ttgir"]:
         permuted.append(f"{self.fn.__name__} {shape}")
 
 
@@ -324,20 +331,27 @@ def experts(ops: TritonOps, rows: int, rule: Routing, hidden: int, inner: int) -
         ops.forward.moe_add_rms_norm(x, Moe(rule, router, gate_up, down), x, x[0], 1e-6)
 
 
-def main() -> None:
-    kernel_utils.check_device = lambda device: None
-    kernel_utils._usable = lambda name, x, dtypes: x
-    small = AttentionShape(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
-    large = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
-    sliding = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=4096)
+@contextlib.contextmanager
+def replaced_launches(run: Callable[..., None]) -> Iterator[None]:
+    """Call `run` for each launch, on a simulated GPU of compute capability CAPABILITY."""
     with (
-        mock.patch.object(JITFunction, "run", compile_launch),
+        mock.patch.object(kernel_utils, "check_device", lambda device: None),
+        mock.patch.object(kernel_utils, "_usable", lambda name, x, dtypes: x),
+        mock.patch.object(JITFunction, "run", run),
         mock.patch("torch.cuda.is_current_stream_capturing", lambda: True),
         mock.patch("torch.cuda.get_device_capability", lambda device: divmod(CAPABILITY, 10)),
         mock.patch("torch.cuda.get_device_properties", lambda device: Chip),
         mock.patch.object(Chip, "shared_memory_per_block_optin", SHARED_BYTES),
         mock.patch.object(TritonRuntime, "open_queue", lambda self: None, create=True),
     ):
+        yield
+
+
+def main() -> None:
+    small = AttentionShape(num_q=9, num_kv=3, dim=64, scale=0.125, window=0)
+    large = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
+    sliding = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=4096)
+    with replaced_launches(compile_launch):
         for pdl in (False, CAPABILITY >= 90):
             ops = TritonOps(CPU, pdl=pdl)
             long_attention(ops, large)
