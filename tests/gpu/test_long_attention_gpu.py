@@ -197,11 +197,11 @@ def same_bits(got: Tensor, want: Tensor) -> bool:
 
 @contextmanager
 def tall_tiles() -> Iterator[None]:
-    """Compute all rows in tiles of 128."""
+    """Compute all rows with `prefill.py` in tiles of 128, block by block: the loop without `span_loop.py`."""
     tall = {128: tiles.TALL_TILES[128]}
     with (
         mock.patch.object(splitkv, "MAX_SCRATCH_BYTES", 0),
-        mock.patch.multiple(prefill, MAX_ONE_LIST_ROWS=0, SHORT_TILES=tall),
+        mock.patch.multiple(prefill, MAX_ONE_LIST_ROWS=0, SHORT_TILES=tall, TALL_TILES_SM90=tall),
         selected(everywhere=False),
     ):
         yield
@@ -327,9 +327,12 @@ def test_decode_rows_of_other_heads_have_the_same_bits(
     assert_same_bits(Inputs(DECODE[name], heads, kv=kv), early_ops)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("windows", PROMPTS.values(), ids=PROMPTS)
-def test_prompts_have_the_same_bits(windows: Windows, early_ops: TritonOps) -> None:
-    assert_same_bits(Inputs(windows, LLAMA), early_ops)
+def test_prompts_have_the_same_bits(windows: Windows, early_ops: TritonOps, kv: str) -> None:
+    """Compare the kernel of Hopper with `span_loop.py`, and that with `tall_tiles` for quantised keys."""
+    inputs = Inputs(windows, LLAMA, kv=kv)
+    assert_same_bits(inputs, early_ops, launches=not inputs.is_quantized)
 
 
 @pytest.mark.parametrize("kv", KV_DTYPES)
@@ -365,10 +368,11 @@ def test_keys_of_this_pass_are_copied_after_the_kernel_that_stores_them(
     assert same_bits(got, want)
 
 
+@pytest.mark.parametrize("kv", KV_DTYPES)
 @pytest.mark.parametrize("count", [1, 8])
-def test_padding_alone_does_not_hide_the_kernels_before_it(count: int, early_ops: TritonOps) -> None:
+def test_padding_alone_does_not_hide_the_kernels_before_it(count: int, early_ops: TritonOps, kv: str) -> None:
     """Launch rows of padding between the kernel that stores the queries and the attention of real rows."""
-    inputs, padding = Inputs(FEW["a row at 16k"], LLAMA), Inputs([(0, 1)] * count, LLAMA)
+    inputs, padding = Inputs(FEW["a row at 16k"], LLAMA, kv=kv), Inputs([(0, 1)] * count, LLAMA, kv=kv)
     random = torch.Generator(device=CUDA).manual_seed(2)
     shape = (inputs.q.shape[1],) * 2
     weight = torch.empty(shape, dtype=BF16, device=CUDA).normal_(std=0.05, generator=random)
@@ -383,7 +387,7 @@ def test_padding_alone_does_not_hide_the_kernels_before_it(count: int, early_ops
             x = early_ops.forward.attention(x, inputs.rows, LLAMA, inputs.cache)
         return x
 
-    with selected(everywhere=False):
+    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
         want = layers()
     with selected(everywhere=True):
         layers()  # compile
