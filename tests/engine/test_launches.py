@@ -23,6 +23,7 @@ from draftproof.models.runner import Runner
 from draftproof.models.weight_formats import FloatWeight
 from draftproof.ops import KVLayout
 from draftproof.ops.contract.communicator import Communicator
+from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 from draftproof.ops.parallel.forward import use_communicator
 from draftproof.propose import ProposerEnv
 from draftproof.propose.head import Eagle3Proposer
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 K = 4
+LONG_PAGE = 16  # tokens: the minimum of the kernel for quantised KV
 SMALL = {"hidden_size": 64, "head_dim": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}
 # Ops of torch that launch nothing.
 FREE = ("view", "slice", "select", "aten.t.", "split", "unsqueeze", "empty", "unbind", "detach", "alias")
@@ -191,6 +193,7 @@ def attention_passes(
     monkeypatch: pytest.MonkeyPatch,
     architecture: str = "llama",
     num_ranks: int = 1,
+    kv_cache_dtype: str = "auto",
     **fields: Any,
 ) -> list[list[Any]]:
     """Return the kernels of each pass of a decoder or head whose attention is that of few rows on Hopper."""
@@ -206,16 +209,16 @@ def attention_passes(
     monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: passes[-1].append(self))
     monkeypatch.setattr(triton_ops.forward, "begin_pass", lambda rows: passes.append([]))
     made, column = tiny.checkpoint(name, "bfloat16"), torch.zeros(5, dtype=torch.int64)
-    table = torch.zeros((4, warp_specialized.LONG_TABLE_TOKENS // PAGE), dtype=torch.int32)
+    table = torch.zeros((4, warp_specialized.LONG_TABLE_TOKENS // LONG_PAGE), dtype=torch.int32)
     rows = Rows(column, column, column, column, table)
     if num_ranks > 1:
-        options = EngineConfig(model=name, tensor_parallel_size=num_ranks)
+        engine = EngineConfig(model=name, tensor_parallel_size=num_ranks)
         use_communicator(triton_ops, TwoRanks())
-        made = cut_checkpoint(options, made, triton_ops, plan_cuts(options, made, triton_ops, rank=0))
+        made = cut_checkpoint(engine, made, triton_ops, plan_cuts(engine, made, triton_ops, rank=0))
     if kind == "decoder":
         model = create_model(made.config, made.weights, triton_ops, 64)
-        sizes = {"num_pages": 9, "page_size": PAGE, "max_rows": 32}
-        Runner(model, triton_ops, made.dtype, captures=False, **sizes).forward(rows)
+        options = {"num_pages": 9, "page_size": LONG_PAGE, "max_rows": 32, "kv_cache_dtype": kv_cache_dtype}
+        Runner(model, triton_ops, made.dtype, captures=False, **options).forward(rows)
         return passes
     config = heads.head_config(kind, name, "bfloat16", **sizes, share_lm_head=True, **fields)
     embedding = made.tensors["model.embed_tokens.weight"]
@@ -223,7 +226,8 @@ def attention_passes(
     parts = TargetParts(*target, lm_head_rows=lambda ids: embedding[ids])
     tensors = {name: FloatWeight(tensor) for name, tensor in heads.head_tensors(config).items()}
     head = DraftHeadModel(config, tensors, triton_ops, 64, parts, 8)
-    caches = KVLayout(config.num_layers, 2, 128, torch.bfloat16).allocate(9, PAGE, CPU)
+    kv_dtype = resolve_kv_dtype(kv_cache_dtype, torch.bfloat16)
+    caches = KVLayout(config.num_layers, 2, 128, kv_dtype).allocate(9, LONG_PAGE, CPU)
     feature = torch.zeros((5, SMALL["hidden_size"]), dtype=torch.bfloat16)
     head.forward(rows, feature, caches)
     return passes
@@ -244,13 +248,21 @@ PASSES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "attention"), [("auto", "few_rows_kernel"), ("int8", "quantized_rows_kernel")]
+)
 @pytest.mark.parametrize(("kind", "fields"), PASSES)
 def test_passes_wait_for_earlier_kernels_before_their_first_attention(
-    kind: str, fields: dict[str, Any], triton_ops: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    fields: dict[str, Any],
+    kv_cache_dtype: str,
+    attention: str,
+    triton_ops: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check what `few_rows_kernel` relies on: it reads slots, positions and old keys before its wait."""
-    passes = attention_passes(triton_ops, kind, monkeypatch, **fields)
+    """Check what kernels of few rows rely on: they read slots, positions and old keys before their wait."""
+    passes = attention_passes(triton_ops, kind, monkeypatch, kv_cache_dtype=kv_cache_dtype, **fields)
     assert passes
     for kernels in passes:
-        first = [kernel.fn.__name__ for kernel in kernels].index("few_rows_kernel")
+        first = [kernel.fn.__name__ for kernel in kernels].index(attention)
         assert any("pdl_begin_pass(PDL)" in kernel.src for kernel in kernels[:first])
