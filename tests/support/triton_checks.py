@@ -651,6 +651,8 @@ def top_of_a_large_vocabulary() -> None:
     """Check the vocabulary of Gemma 3, which has one group of 64 ids more than one program sorts."""
     vocab, k = 262_208, 8
     assert topk.group_size(vocab - 64) == 64 and topk.group_size(vocab) == 128
+    assert all(topk.is_two_stage(*at) for at in ((vocab - 64, 64), (vocab, 32), (524_288, 1)))
+    assert not any(topk.is_two_stage(*beyond) for beyond in ((vocab - 64, 65), (vocab, 33), (524_289, 1)))
     logits = rows_of(1, vocab)
     logits[0, [7, 100, 127, 128, 262_143, 262_144, 262_207]] = 100.0  # ties within groups and in the last one
     rows, tokens = torch.zeros(1, dtype=torch.int64), torch.tensor([262_144])
