@@ -48,7 +48,7 @@ print(json.dumps([
 def test_compiler_is_imported_with_torch_only_where_it_needs_it(
     compiler: str, is_imported: bool, tmp_path: Path
 ) -> None:
-    """Check the module and what it sees of torch; `is_imported`: torch was imported before."""
+    """Check the imported modules, and whether they import torch; `is_imported`: it was imported before."""
     for name, text in (("torch", TORCH), ("transformers", ""), ("tvm_ffi", FFI)):
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "xgrammar").mkdir()

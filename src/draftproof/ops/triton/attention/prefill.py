@@ -365,7 +365,11 @@ class PrefillAttention:
         kernels = quantized_rows if cache.element_size() == 1 else warp_specialized
         per_wave, height = max(1, self._num_sms // heads.num_kv), kernels.EVEN_ROWS // group
         even, others = self.worklists.even_or_others(rows, height, short.height // group, chunk, per_wave)
-        kernels.launch_even(q, rows, heads, cache, out, even, min(len(q), per_wave), stages, pdl)
+        programs = min(len(q), per_wave)
+        if kernels is quantized_rows:
+            quantized_rows.launch_even(q, rows, heads, cache, out, even, programs, pdl)
+        else:
+            warp_specialized.launch_even(q, rows, heads, cache, out, even, programs, stages, pdl)
         return others
 
 

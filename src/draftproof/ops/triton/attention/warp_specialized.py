@@ -29,8 +29,9 @@ from draftproof.ops.triton.attention.warpgroups import (
 
 HALF_ROWS = 64  # rows times heads of a computing warpgroup
 EVEN_ROWS = HALF_ROWS  # rows times heads of a tile of decode rows
-COMPUTE_REGISTERS = 208  # of a thread that computes; the 88 that remain of 504 belong to a thread that loads
-TALL_COMPUTE_REGISTERS = 216  # of a thread of two computing warpgroups
+COMPUTE_REGISTERS = 208  # of a thread that computes, with one computing warpgroup
+# With two: a thread that loads has the 72 that remain of 504, which is three times the average of 168.
+TALL_COMPUTE_REGISTERS = 216
 ONES_COLUMNS = 8  # of the matrix of ones: the minimum of the instruction
 # The kernels were faster at 16,384 tokens of context. A shorter page table has no such contexts: with few
 # spans the rings are hardly used, and decode rows need a launch more.

@@ -1,9 +1,10 @@
 """Attention of decode and verify rows at long contexts with quantised KV on Hopper.
 
 A warp computes a span, so a program computes as many spans at a time as it has warps: a group. A tile has 16
-rows times heads, because the conversion of elements leaves no time for a softmax of 64. Where tiles are even,
-a program merges the spans of a tile in ascending order. With few rows all programs divide the spans of every
-tile and store them; `merge_spans_kernel` follows. See `spans.py`.
+rows times heads, not the 64 of `warp_specialized.py`: most of 64 would be padding, and its softmax and the
+conversion of elements together would take longer than the copies of a span. Where tiles are even, a program
+merges the spans of a tile in ascending order. With few rows all programs divide the spans of every tile and
+store them; `merge_spans_kernel` follows. See `spans.py`.
 """
 
 from __future__ import annotations
@@ -289,8 +290,8 @@ def launch_few(
 
 def launch_even(
     q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, tiles: Tensor, programs: int,
-    stages: int, pdl: bool,
+    pdl: bool,
 ) -> None:  # fmt: skip
-    """Compute a list of whole tiles with `programs` of every KV head; `stages`: not used."""
+    """Compute a list of whole tiles with `programs` of every KV head."""
     grid = (heads.num_kv, programs)
     _launch(grid, q, rows, heads, cache, out, (out, out), tiles, 0, few=False, pdl=pdl)
