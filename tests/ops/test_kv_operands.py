@@ -14,7 +14,6 @@ import pytest
 SUPPORT = Path(__file__).parents[1] / "support"
 WIDTHS = {
     "int8": {
-        "splitkv_attention_kernel 16 spans": ["2"],
         "prefill_attention_kernel 16 blocks": ["2"],
         "prefill_attention_kernel 128 spans": ["2"],
     },

@@ -68,7 +68,7 @@ def operand_widths(kv_cache_dtype: str, counts: Sequence[int]) -> Widths:
 
 def main() -> None:
     """Compile kernels of `splitkv.py` (up to 64 rows) and `prefill.py`, then one with a plain conversion."""
-    found = {"int8": operand_widths("int8", (1, 600)), "fp8": operand_widths("fp8", (64,))}
+    found = {"int8": operand_widths("int8", (600,)), "fp8": operand_widths("fp8", (64,))}
     with mock.patch.object(kv_cache, "HAS_PTX", tl.constexpr(False)):
         found["int8, plain"] = operand_widths("int8", (64,))
     print(json.dumps(found))
