@@ -108,7 +108,14 @@ class DraftRunner:
             self._probs = torch.zeros(shape, device=self.slots.device)
         return needed
 
-    def store_probs(self, slots: Tensor, draft: Draft) -> None:
+    def store(self, slots: Tensor, budget: Tensor, draft: Draft) -> None:
+        """Store drafts and what is known of them, for the slots [B]."""
+        self.slots.ops.step.store_drafts(self.slots.columns, slots, budget, draft)
+        self._store_probs(slots, draft)
+        self._store_ranking(slots, draft)
+        self._store_matches(slots, draft)
+
+    def _store_probs(self, slots: Tensor, draft: Draft) -> None:
         """Store the distributions of drafts; a draft without one was certain."""
         if self._probs is None:
             return
@@ -134,7 +141,7 @@ class DraftRunner:
             return None
         return DraftRanking(held.ranks[:-1], held.top_ids[:-1, :, :top], held.top_logprobs[:-1, :, :top])
 
-    def store_ranking(self, slots: Tensor, draft: Draft) -> None:
+    def _store_ranking(self, slots: Tensor, draft: Draft) -> None:
         """Store ranks and likeliest tokens of drafts; a draft without a distribution has rank 0."""
         if self._ranking is None:
             return
@@ -148,7 +155,7 @@ class DraftRunner:
         held.top_ids[lines, :, :top] = found.top_ids
         held.top_logprobs[lines, :, :top] = found.top_logprobs
 
-    def store_matches(self, slots: Tensor, draft: Draft) -> None:
+    def _store_matches(self, slots: Tensor, draft: Draft) -> None:
         """Store how many tokens drafts have matched, where the next step is planned behind them."""
         if not self.slots.ops.runtime.asynchronous:
             matched = 0 if draft.matched is None else draft.matched.cpu().numpy()
@@ -220,10 +227,7 @@ class DraftRunner:
         try:
             num_sources = 0 if self.slots.ops.runtime.asynchronous else self.num_sources
             draft = check_draft(self.proposer.draft(batch), columns.draft[: len(slots)], num_sources)
-            self.slots.ops.step.store_drafts(columns, slots, budget, draft)
-            self.store_probs(slots, draft)
-            self.store_ranking(slots, draft)
-            self.store_matches(slots, draft)
+            self.store(slots, budget, draft)
         except Exception as error:  # a plug-in may raise anything
             self.proposer, self.failure = None, error
             columns.num_draft.zero_()

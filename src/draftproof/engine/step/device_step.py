@@ -210,10 +210,7 @@ class DeviceStep:
         send, columns = self.ops.runtime.send, self.slots.columns
         draft = check_draft(draft, columns.draft[: len(lines)], self.drafting.num_sources)
         slots = send(torch.from_numpy(lines))
-        self.ops.step.store_drafts(columns, slots, send(torch.from_numpy(budget)), draft)
-        self.drafting.store_probs(slots, draft)
-        self.drafting.store_ranking(slots, draft)
-        self.drafting.store_matches(slots, draft)
+        self.drafting.store(slots, send(torch.from_numpy(budget)), draft)
 
     def set_masks(self, places: Tensor, masks: Tensor) -> None:
         """Store grammar masks [n, words] of the next step, for the rows at slot * (K + 1) + depth."""
