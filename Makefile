@@ -37,8 +37,7 @@ NUM_WORKERS = $$($(BIN)/python -c "import os; print(min(4, (os.cpu_count() or 1)
 
 # Kernels are compiled while pip, which uses one core, installs what only tests need.
 test: WHILE_PIP_RUNS = PYTHONPATH=src $(BIN)/python tests/support/compile_kernels.py > .venv/compile_kernels.log 2>&1 &
-# Lint runs beside the tests: mypy uses one core, while others wait. Each worker uses one as well, also in
-# libraries of numpy.
+# Lint runs beside the tests with low priority. Each worker uses one core, also in libraries of numpy.
 test: setup
 	@nice $(MAKE) --no-print-directory lint & lint=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(NUM_WORKERS) --max-worker-restart 0 --dist loadfile \

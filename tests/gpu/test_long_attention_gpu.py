@@ -207,9 +207,14 @@ def tall_tiles() -> Iterator[None]:
         yield
 
 
+def other_kernels(inputs: Inputs) -> AbstractContextManager[None]:
+    """Return a patch that selects none of the kernels tested here, but tall tiles for quantised keys."""
+    return tall_tiles() if inputs.is_quantized else selected(everywhere=False)
+
+
 def reference(inputs: Inputs, ops: TritonOps) -> Tensor:
-    """Return the attention by the other kernels, of quantised keys by tall tiles."""
-    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
+    """Return the attention by the other kernels."""
+    with other_kernels(inputs):
         want = inputs.attention(ops)
     assert not want[inputs.rows.slots >= 0].isnan().any()
     return want
@@ -342,7 +347,7 @@ def test_prompts_have_the_same_bits(windows: Windows, early_ops: TritonOps, kv: 
 )
 def test_kernels_that_start_early_wait_for_their_inputs(name: str, early_ops: TritonOps, kv: str) -> None:
     inputs = Inputs((DECODE | FEW)[name], LLAMA, kv=kv)
-    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
+    with other_kernels(inputs):
         want = inputs.layers(early_ops, 12)
     with selected(everywhere=True, even=False):
         inputs.layers(early_ops, 1)  # compile
@@ -358,7 +363,7 @@ def test_keys_of_this_pass_are_copied_after_the_kernel_that_stores_them(
     windows: Windows, early_ops: TritonOps, kv: str
 ) -> None:
     inputs = Inputs(windows, LLAMA, kv=kv)
-    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
+    with other_kernels(inputs):
         want = inputs.stored_layers(early_ops, 8)
     assert not want.isnan().any()
     for _ in range(2):  # the first time compiles
@@ -387,7 +392,7 @@ def test_padding_alone_does_not_hide_the_kernels_before_it(count: int, early_ops
             x = early_ops.forward.attention(x, inputs.rows, LLAMA, inputs.cache)
         return x
 
-    with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
+    with other_kernels(inputs):
         want = layers()
     with selected(everywhere=True):
         layers()  # compile
@@ -411,6 +416,6 @@ def test_a_graph_has_the_same_bits_at_other_contexts(name: str, early_ops: Trito
     for positions in (original, uneven if "rows" in name else original, original % 300, original):
         inputs.rows.positions.copy_(positions)
         graph.replay()
-        with tall_tiles() if inputs.is_quantized else selected(everywhere=False):
+        with other_kernels(inputs):
             want = inputs.layers(early_ops, 4)
         assert same_bits(got, want)

@@ -10,6 +10,7 @@ None of this changes a bit.
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -299,7 +300,7 @@ def prefill_attention_kernel(
 
 
 class PrefillAttention:
-    """Launcher of the kernels; `worklists`: of the pass that has begun, `has_wgmma`: it is Hopper."""
+    """Launcher of the kernels; `worklists`: of the pass that has begun, `has_wgmma`: the chip is Hopper."""
 
     def __init__(self, has_pdl: bool, has_wgmma: bool, num_sms: int, partials: PartialBuffers) -> None:
         self.has_pdl, self.has_wgmma, self._num_sms, self._partials = has_pdl, has_wgmma, num_sms, partials
@@ -324,10 +325,9 @@ class PrefillAttention:
         launch = partial(_launch, q=q, rows=rows, heads=heads, cache=cache, out=out, sinks=sinks)
         pdl_options = {"LAUNCH_NEXT": pdl, "WAIT": "first" if pdl else ""}
         no_scratch = (out, out, out, 0, 0)
-        is_quantized_cache = cache.element_size() == 1
-        kernels = quantized_rows if is_quantized_cache else warp_specialized
-        is_selected = self.has_wgmma and kernels.is_selected(q, rows, heads, cache, sinks)
-        attend_even = partial(self._attend_even, is_selected, q, rows, heads, cache, out, pdl)
+        kernels = quantized_rows if cache.element_size() == 1 else warp_specialized
+        selected = kernels if self.has_wgmma and kernels.is_selected(q, rows, heads, cache, sinks) else None
+        attend_even = partial(self._attend_even, selected, q, rows, heads, cache, out, pdl)
         if chunk := self.chunk_spans(count, heads, rows.page_table, page_size):
             short = config(CHUNKED_TILES)
             spans = triton.cdiv(rows.page_table.shape[1] * page_size, splitkv.SPAN)
@@ -343,8 +343,8 @@ class PrefillAttention:
             heights = short.height // group, tall.height // group
             short_tiles, tall_tiles = self.worklists.short_and_tall(rows, *heights)
             programs = 2 * triton.cdiv(count, heights[1])
-            has_stages = tall.specialized_stages and not is_quantized_cache
-            if is_selected and has_stages and count >= warp_specialized.MIN_TALL_ROWS:
+            has_stages = tall.specialized_stages and count >= warp_specialized.MIN_TALL_ROWS
+            if selected is warp_specialized and has_stages:
                 warp_specialized.launch_tiles(
                     q, rows, heads, cache, out, tall_tiles, programs, height=tall.height,
                     stages=tall.specialized_stages, launches_next=self.has_pdl, waits=False,
@@ -355,14 +355,13 @@ class PrefillAttention:
             launch(short, short_tiles, programs, no_scratch, LAUNCH_NEXT=False, WAIT=wait)
 
     def _attend_even(
-        self, is_selected: bool, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor,
-        pdl: bool, short: TileConfig, chunk: int,
+        self, kernels: ModuleType | None, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor,
+        out: Tensor, pdl: bool, short: TileConfig, chunk: int,
     ) -> Tensor:  # fmt: skip
-        """Compute long tiles of even length with kernels of Hopper; return the list of other tiles."""
+        """Compute long tiles of even length with `kernels` of Hopper; return the list of other tiles."""
         group, stages = heads.num_q // heads.num_kv, short.specialized_stages
-        if not (is_selected and stages):
+        if kernels is None or not stages:
             return self.worklists.by_keys(rows, short.height // group, chunk, heads.window if chunk else 0)
-        kernels = quantized_rows if cache.element_size() == 1 else warp_specialized
         per_wave, height = max(1, self._num_sms // heads.num_kv), kernels.EVEN_ROWS // group
         even, others = self.worklists.even_or_others(rows, height, short.height // group, chunk, per_wave)
         programs = min(len(q), per_wave)

@@ -114,11 +114,6 @@ def logprob_finish_kernel(
             tl.store(ids + n * k + output_index, best, mask=ok)
 
 
-def is_supported(vocab: int, top: int) -> bool:
-    """Return whether the two-stage top-k of these kernels supports the sizes."""
-    return topk.is_two_stage(vocab, top)
-
-
 def logprobs(
     logits: Tensor,
     rows: Tensor,
@@ -128,7 +123,7 @@ def logprobs(
     named: Tensor | None,
     pdl: bool,
 ) -> None:
-    """Launch both kernels, for sizes that `is_supported` accepts; the tensors of `out` are contiguous."""
+    """Launch both kernels, for sizes of `topk.is_two_stage`; the tensors of `out` are contiguous."""
     count, vocab, device = len(rows), logits.shape[1], logits.device
     group, width = topk.group_size(vocab), topk.padded_k(top)
     chunks, groups = triton.cdiv(vocab, CHUNK), triton.cdiv(vocab, group)

@@ -82,7 +82,7 @@ class TritonSampling(ComposedSampling):
         tokens = vector("tokens", tokens, len(rows), INTS)
         if not 0 <= top <= logits.shape[1]:
             raise ConfigError(f"top {top} of {logits.shape[1]}")
-        if not len(rows) or not logprobs.is_supported(logits.shape[1], top):
+        if not len(rows) or not topk.is_two_stage(logits.shape[1], top):
             return super().logprobs(logits, rows, tokens, top, out, named)
         if named is not None and (named.dtype != torch.int64 or len(named) != len(rows)):
             raise ConfigError(f"named must be [{len(rows)}, M] int64, not {list(named.shape)} {named.dtype}")
