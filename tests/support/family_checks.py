@@ -41,11 +41,17 @@ def check_activations(ops: Ops, dtype: torch.dtype) -> None:
 
 
 def check_sums_and_norms(ops: Ops, dtype: torch.dtype) -> None:
-    """Compare `add`, `scale` and `row_norms` with the reference, and each row alone."""
+    """Compare `add`, `scale` and `row_norms` with the reference, each row alone, and fused norms."""
     x, residual = randn(ROWS, 45, seed=1, dtype=dtype), randn(ROWS, 45, seed=2, dtype=dtype)
     total = ops.forward.add(x, residual)
     assert bits(total) == bits(ops.forward.add_rms_norm(x, residual, x[0], 1e-6)[1])
     assert bits(total) == bits(REFERENCE.forward.add(x, residual))
+    output_norm = randn(45, seed=5, dtype=dtype)
+    want = ops.forward.add_rms_norm(ops.forward.rms_norm(x, output_norm, 1e-6), residual, x[0], 1e-6)
+    for times in (1, 52):
+        many, others = x.repeat(times, 1), residual.repeat(times, 1)
+        got = ops.forward.norm_add_rms_norm(many, output_norm, others, x[0], 1e-6)
+        assert [bits(each) for each in got] == [bits(each.repeat(times, 1)) for each in want]
     for factor in (0.22, 12.0, 45**0.5):
         assert bits(ops.forward.scale(x, factor)) == bits(REFERENCE.forward.scale(x, factor))
     for heads in HEADS:

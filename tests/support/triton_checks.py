@@ -171,6 +171,11 @@ def quantized_linear_with_an_epilogue_has_the_bits_of_two_ops() -> None:
         assert torch.equal(total, same) and torch.equal(ops.forward.linear(given, packed), plain)
         alone = ops.forward.linear(ops.forward.rms_norm_input(x, norm, 1e-6, packed), packed)
         assert torch.equal(alone, ops.forward.linear(ops.forward.rms_norm(x, norm, 1e-6), packed))
+        before = ops.forward.rms_norm(x, norm, 1e-6)
+        want = ops.forward.add_rms_norm(before, x, norm, 1e-6)
+        got = ops.forward.norm_add_rms_norm(x, norm, x, norm, 1e-6, packed)
+        assert torch.equal(ops.forward.linear(got[0], packed), ops.forward.linear(want[0], packed))
+        assert torch.equal(got[1], want[1])
         assert torch.equal(ops.forward.linear_act_mul(given, packed), ops.forward.act_mul(plain))
         if packed.columns != (heads.num_q + 2 * heads.num_kv) * heads.dim:
             continue

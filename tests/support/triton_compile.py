@@ -169,6 +169,7 @@ def for_families(
         ops.forward.linear_act_mul(x, packed, activation)
     ops.forward.add(x, x)
     ops.forward.scale(x, 0.22)
+    ops.forward.norm_add_rms_norm(x, x[0], x, x[0], 1e-6)
     q_norm = torch.empty(heads.num_q * heads.dim, dtype=x.dtype)
     k_norm = torch.empty(heads.num_kv * heads.dim, dtype=x.dtype)
     ops.forward.row_norms(qkv, replace(attention, q_row_norm=q_norm, k_row_norm=k_norm), 1e-6)

@@ -45,10 +45,11 @@ def run_layers(
             x, residual = x.index_select(0, output_rows), residual.index_select(0, output_rows)
         is_added = adds_output(layer, layer.attention_output_norm) and layer.mlp_norm is not None
         x = project(ops, x, layer.attention.out, is_added)
-        x = block_output(ops, x, layer, is_mlp=False, eps=eps)
         # the router of a mixture of experts reads the rows too, so they stay as they are
         reader = None if isinstance(layer.mlp, Moe) else layer.mlp.gate_up
-        x, residual = add_norm(ops, x, residual, layer.mlp_norm, eps, reader)
+        x, residual = add_block(
+            ops, x, residual, layer, layer.attention_output_norm, layer.mlp_norm, eps, reader
+        )
         next_norm = norm if next_layer is None else next_layer.attention_norm
         next_reader = None if next_layer is None else next_layer.attention.qkv
         x, residual = mlp_block(ops, layer, x, residual, next_norm, eps, next_reader)
@@ -67,12 +68,24 @@ def project(ops: Ops, x: Tensor, packed: Any, is_added: bool) -> Tensor:
     return ops.forward.linear_sums(x, packed) if is_added else ops.forward.linear(x, packed)
 
 
-def block_output(ops: Ops, x: Tensor, layer: Layer, is_mlp: bool, eps: float) -> Tensor:
-    """Norm and scale the output x [R, hidden] of a block where the layer does so before the sum."""
-    weight = layer.mlp_output_norm if is_mlp else layer.attention_output_norm
-    if weight is not None:
-        x = ops.forward.rms_norm(x, weight, eps)
-    return x if layer.residual_scale == 1.0 else ops.forward.scale(x, layer.residual_scale)
+def add_block(
+    ops: Ops,
+    x: Tensor,
+    residual: Tensor,
+    layer: Layer,
+    output_norm: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    reader: Any,
+) -> tuple[Any, Tensor]:
+    """Add the output x of a block to the residual, normed and scaled as the layer defines; see `add_norm`."""
+    if output_norm is not None and norm is not None and layer.residual_scale == 1.0:
+        return ops.forward.norm_add_rms_norm(x, output_norm, residual, norm, eps, reader)
+    if output_norm is not None:
+        x = ops.forward.rms_norm(x, output_norm, eps)
+    if layer.residual_scale != 1.0:
+        x = ops.forward.scale(x, layer.residual_scale)
+    return add_norm(ops, x, residual, norm, eps, reader)
 
 
 def add_norm(
@@ -80,13 +93,11 @@ def add_norm(
 ) -> tuple[Any, Tensor]:
     """Add x to the residual, [R, hidden] each; return the normed sum, or the sum without a norm, and the sum.
 
-    The packed weight `reader` reads the normed sum.
+    If `reader` is not None, that packed weight alone reads the normed sum.
     """
     if norm is None:
         total = ops.forward.add(x, residual)
         return total, total
-    if reader is None:
-        return ops.forward.add_rms_norm(x, residual, norm, eps)
     return ops.forward.add_rms_norm_input(x, residual, norm, eps, reader)
 
 
@@ -98,8 +109,8 @@ def mlp_block(
     if isinstance(layer.mlp, Moe) and is_added:
         assert norm is not None
         return ops.forward.moe_add_rms_norm(x, layer.mlp, residual, norm, eps, reader)
-    x = block_output(ops, mlp_forward(ops, layer.mlp, x, is_added), layer, is_mlp=True, eps=eps)
-    return add_norm(ops, x, residual, norm, eps, reader)
+    x = mlp_forward(ops, layer.mlp, x, is_added)
+    return add_block(ops, x, residual, layer, layer.mlp_output_norm, norm, eps, reader)
 
 
 def attention_forward(

@@ -226,19 +226,22 @@ class ForwardOps(LatentOps, ABC):
         return self.rms_norm(x, weight, eps)
 
     def add_rms_norm_input(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: Any
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: Any = None
     ) -> tuple[Any, Tensor]:
-        """Compute `add_rms_norm` with the norm as input of the packed weight `reader`."""
+        """Compute `add_rms_norm` with the norm as input of the packed weight `reader`, if not None."""
         return self.add_rms_norm(x, residual, weight, eps)
+
+    def norm_add_rms_norm(
+        self, x: Tensor, output_norm: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: Any = None
+    ) -> tuple[Any, Tensor]:
+        """Compute `add_rms_norm_input` of `rms_norm(x, output_norm)`; all but the norms are [R, D]."""
+        return self.add_rms_norm_input(self.rms_norm(x, output_norm, eps), residual, weight, eps, reader)
 
     def moe_add_rms_norm(
         self, x: Tensor, moe: Moe, residual: Tensor, weight: Tensor, eps: float, reader: Any = None
     ) -> tuple[Any, Tensor]:
-        """Compute `add_rms_norm_input` of `moe`, x [R, hidden]; `reader` None: `add_rms_norm`."""
-        y = self.moe(x, moe)
-        if reader is None:
-            return self.add_rms_norm(y, residual, weight, eps)
-        return self.add_rms_norm_input(y, residual, weight, eps, reader)
+        """Compute `add_rms_norm_input` of `moe`, x [R, hidden]."""
+        return self.add_rms_norm_input(self.moe(x, moe), residual, weight, eps, reader)
 
     def embed_norm_concat(
         self,

@@ -74,6 +74,13 @@ def rms_normed(x, weight, eps, D: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def rms_normed_rows(x, weight, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """Normalise rows x [M, BLOCK] fp32, as `rms_normed` does with one."""
+    scale = inverse_rms(tree_sum_rows(x * x), eps, D)[:, None]
+    return (x * scale).to(dtype).to(tl.float32) * weight[None, :]
+
+
+@triton.jit
 def rms_norm_kernel(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """RMS norm of x [R, D] with weight [D] -> out [R, D]."""
     pdl_sync(PDL)
@@ -87,10 +94,13 @@ def rms_norm_kernel(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr, P
 
 @triton.jit(do_not_specialize=["R"])
 def add_rms_norm_kernel(
-    x, residual, weight, out, total, eps, R,
+    x, output_norm, residual, weight, out, total, eps, R,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store total = x + residual, each rounded, and out = RMS norm of total, all [R, D]."""
+    """Store total = x + residual, each rounded, and out = RMS norm of total, all [R, D].
+
+    x is normed before the sum with the weight output_norm [D], if that is not None.
+    """
     pdl_sync(PDL)
     row = tl.program_id(0) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     column = tl.arange(0, BLOCK)
@@ -99,12 +109,13 @@ def add_rms_norm_kernel(
     a = tl.load(x + here, mask=ok, other=0.0).to(residual.dtype.element_ty).to(tl.float32)
     b = tl.load(residual + here, mask=ok, other=0.0).to(tl.float32)
     w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if output_norm is not None:
+        output_weight = tl.load(output_norm + column, mask=column < D, other=0.0).to(tl.float32)
+        a = rms_normed_rows(a, output_weight, eps, D, dtype).to(dtype).to(tl.float32)
     summed = (a + b).to(total.dtype.element_ty)
     tl.store(total + here, summed, mask=ok)
-    dtype: tl.constexpr = out.dtype.element_ty
-    value = summed.to(tl.float32)
-    scale = inverse_rms(tree_sum_rows(value * value), eps, D)[:, None]
-    y = (value * scale).to(dtype).to(tl.float32) * w[None, :]
+    y = rms_normed_rows(summed.to(tl.float32), w, eps, D, dtype)
     tl.store(out + here, y.to(dtype), mask=ok)
 
 
@@ -257,13 +268,18 @@ def joined_norms(
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of x + residual [R, D], and the sum; fp32 rows x are rounded first."""
+def add_rms_norm(
+    x: Tensor, output_norm: Tensor | None, residual: Tensor, weight: Tensor, eps: float, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of x + residual [R, D], and the sum; fp32 rows x are rounded first.
+
+    x is normed before the sum with the weight `output_norm`, if that is not None.
+    """
     out, total, (count, width) = torch.empty_like(residual), torch.empty_like(residual), x.shape
     block = next_power_of_two(width)
     rows = 1 if count <= MULTI_ROW_MIN_ROWS else max(1, min(ROWS_PER_PROGRAM, 4096 // block))
     add_rms_norm_kernel[(triton.cdiv(count, rows),)](
-        x, residual, weight, out, total, eps, count,
+        x, output_norm, residual, weight, out, total, eps, count,
         D=width, BLOCK=block, ROWS_PER_PROGRAM=rows, **_norm_options(pdl, block * rows),
     )  # fmt: skip
     return out, total

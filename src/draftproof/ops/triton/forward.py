@@ -108,12 +108,20 @@ class TritonForward(TritonLatent, TritonMoe):
         return elementwise.rms_norm(x, weight, eps, self._launch.early(x))
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self._add_rms_norm(x, None, residual, weight, eps)
+
+    def _add_rms_norm(
+        self, x: Tensor, output_norm: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Compute `add_rms_norm` of x, normed before with `output_norm` if it is not None."""
         residual = kernel_utils.matrix("residual", residual)
         x = kernel_utils.matrix("x", x, residual.shape[1], (residual.dtype, torch.float32))
         weight = kernel_utils.vector("weight", weight, x.shape[1], (residual.dtype,))
+        if output_norm is not None:
+            output_norm = kernel_utils.vector("output_norm", output_norm, x.shape[1], (residual.dtype,))
         if len(residual) != len(x):
             raise ConfigError(f"x has {len(x)} rows, residual {len(residual)}")
-        return elementwise.add_rms_norm(x, residual, weight, eps, self._launch.early(x))
+        return elementwise.add_rms_norm(x, output_norm, residual, weight, eps, self._launch.early(x))
 
     def rms_norm_input(
         self, x: Tensor, weight: Tensor, eps: float, reader: PackedLinear
@@ -125,14 +133,22 @@ class TritonForward(TritonLatent, TritonMoe):
         return norm_quantize(x, None, weight, eps, reader.format, self._launch.early(x))[0]
 
     def add_rms_norm_input(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: PackedLinear
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, reader: PackedLinear | None = None
     ) -> tuple[Tensor | QuantizedRows, Tensor]:
-        if reader.format is None or not reader.quantizes_rows:
+        if reader is None or reader.format is None or not reader.quantizes_rows:
             return self.add_rms_norm(x, residual, weight, eps)
         x = kernel_utils.matrix("x", x.to(residual.dtype))
         residual = kernel_utils.matrix("residual", residual, x.shape[1], (x.dtype,))
         weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
         return norm_quantize(x, residual, weight, eps, reader.format, self._launch.early(x))
+
+    def norm_add_rms_norm(
+        self, x: Tensor, output_norm: Tensor, residual: Tensor, weight: Tensor, eps: float,
+        reader: PackedLinear | None = None,
+    ) -> tuple[Tensor | QuantizedRows, Tensor]:  # fmt: skip
+        if reader is not None and reader.quantizes_rows:
+            return super().norm_add_rms_norm(x, output_norm, residual, weight, eps, reader)
+        return self._add_rms_norm(x, output_norm, residual, weight, eps)
 
     def act_mul(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
         gate_up = kernel_utils.matrix("gate_up", gate_up)
