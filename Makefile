@@ -11,10 +11,11 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(STAMP)
 
-# What the engine needs is installed first, torch with its range: a plain `torch` would download gigabytes of
-# CUDA packages.
+# The pip that comes with Python 3.11 takes twice as long. What the engine needs is installed first, torch with
+# its range: a plain `torch` would download gigabytes of CUDA packages.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --upgrade pip
 	$(BIN)/python -c 'import tomllib; \
 		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
 		> .venv/requirements.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 from functools import wraps
@@ -16,6 +17,24 @@ from draftproof.ops.cpu.jit import parallel_compile, resident_memory
 from draftproof.text.grammar import compiler
 
 pytest_plugins = ["cpu_times"]
+
+
+def lock_first_imports() -> int | None:
+    """Let one xdist worker import all tests before the others, where no run has compiled the modules yet.
+
+    Each of them would compile all modules. Return the file of the lock, if this process is to close it.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ or (Path(__file__).parents[1] / ".pytest_cache").exists():
+        return None
+    file = os.open(__file__, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+_lock = lock_first_imports()
 gc.disable()  # until all tests are imported: a fifth of that time, for objects that stay
 
 # Tensors are tiny: threads cost more than they save. The cpu backend has a thread pool of its own.
@@ -111,6 +130,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Exclude modules and tests, which stay until the process ends, from garbage collection."""
+    if _lock is not None:
+        os.close(_lock)
     gc.freeze()
     gc.enable()
     gc.set_threshold(10_000)  # tests make many objects, and few cycles
