@@ -36,6 +36,7 @@ from draftproof.engine.step.device_step import StepTensors
 from draftproof.engine.step.result_buffer import PackedResults
 from draftproof.engine.step.step_results import Finish, LogprobColumns, StepResults
 from draftproof.metrics import RequestStats
+from draftproof.outputs import DraftColumns
 from draftproof.types import (
     ENDED,
     NUM_ACCEPTED,
@@ -83,7 +84,9 @@ class Words:
 class Scripted:
     """Engine with scripted steps; everything else is that of the real engine."""
 
-    def __init__(self, engine: Any, steps: list[tuple[np.ndarray, Any]], sources: tuple[str, ...]) -> None:
+    def __init__(
+        self, engine: Any, steps: list[tuple[np.ndarray, Any, DraftColumns | None]], sources: tuple[str, ...]
+    ) -> None:
         self.real = engine
         self.steps = steps
         self.sources = sources
@@ -101,11 +104,12 @@ class Scripted:
         return False
 
     def step(self) -> StepResults:
-        table, columns = self.steps[self.at]
+        table, columns, drafts = self.steps[self.at]
         self.at += 1
         last = self.at == len(self.steps)
         endings = {i: Finish("length") for i in range(len(self.requests))} if last else {}
-        return StepResults(list(self.requests), table, columns, self.sources, None, endings)
+        requests = list(self.requests)
+        return StepResults(requests, table, columns, self.sources, None, endings, drafts=drafts)
 
 
 class Instant:
@@ -144,9 +148,18 @@ def build(batch: int, **options: Any) -> LLM:
 
 
 def scripted_steps(
-    batch: int, tokens: int, top: int | None, drafts: int = 0, halves: float = 0.0
+    batch: int,
+    tokens: int,
+    top: int | None,
+    drafts: int = 0,
+    halves: float = 0.0,
+    named: int = 0,
+    records: bool = False,
 ) -> list[Any]:
-    """Return steps of `batch` requests that commit one token each, or with drafts 1 to drafts + 1."""
+    """Return steps of `batch` requests that commit one token each, or with drafts 1 to drafts + 1.
+
+    named: ids with logprobs. records: all drafts are reported, with the drafter's logprobs and ranks.
+    """
     draw, steps = np.random.default_rng(5), []
     done = 0
     while done < tokens:
@@ -163,9 +176,31 @@ def scripted_steps(
             values = -draw.random((count, wide + 1), np.float32)
             ids, ranks = draw.integers(0, VOCAB, (count, wide)), draw.integers(1, 9, count)
             columns[LogprobKind.RAW] = LogprobColumns(values, ids, ranks)
-        steps.append((table, columns))
+            if named:
+                columns[LogprobKind.RAW].named_values = -draw.random((count, named), np.float32)
+                columns[LogprobKind.RAW].named_ranks = draw.integers(1, 9, (count, named))
+        steps.append((table, columns, reported_drafts(table, done, draw) if records else None))
         done += int(accepted) + 1
     return steps
+
+
+def reported_drafts(table: np.ndarray, start: int, draw: np.random.Generator) -> DraftColumns:
+    """Return the drafts of a step in which all requests have the same number; start: index in the output."""
+    entry = np.repeat(np.arange(len(table)), table[:, NUM_DRAFT])
+    place = np.tile(np.arange(table[0, NUM_DRAFT]), len(table))
+    return DraftColumns(
+        entry=entry,
+        token=draw.integers(3, 20000, len(entry)),
+        position=start + place,
+        source=np.zeros(len(entry), np.int8),
+        accepted=place < table[entry, NUM_ACCEPTED],
+        draft_logprob=-draw.random(len(entry), np.float32),
+        target_logprob=-draw.random(len(entry), np.float32),
+        rank=draw.integers(1, 9, len(entry)),
+        top_width=np.zeros(len(entry), np.int64),
+        top_ids=np.zeros((len(entry), 0), np.int64),
+        top_logprobs=np.zeros((len(entry), 0), np.float32),
+    )
 
 
 def generate(llm: LLM, steps: list[Any], batch: int, params: SamplingParams) -> tuple[float, float, float]:
@@ -303,6 +338,8 @@ def generating(llm: LLM, options: argparse.Namespace) -> tuple[dict[str, float],
         "logprobs=20": (llm, {}, 20),
         "drafts": (drafting, {"drafts": 5}, None),
         "drafts, logprobs=20": (drafting, {"drafts": 5}, 20),
+        "drafts, draft logprobs": (drafting, {"drafts": 5, "records": True}, 0),
+        "8 named ids": (llm, {"named": 8}, 0),
         "half characters": (llm, {"halves": 0.1}, None),
         "a stop string": (llm, {}, None),
         "a stop string, logprobs=20": (llm, {}, 20),
@@ -312,8 +349,14 @@ def generating(llm: LLM, options: argparse.Namespace) -> tuple[dict[str, float],
     for name, (target, script, top) in cases.items():
         steps = scripted_steps(batch, tokens, top, **script)
         stop = ["no such text"] if "stop" in name else ()
-        params = SamplingParams(max_tokens=tokens, logprobs=top, stop=stop)
-        total = batch * sum(int(table[0, NUM_OUT]) for table, _ in steps)
+        params = SamplingParams(
+            max_tokens=tokens,
+            logprobs=top,
+            stop=stop,
+            logprob_token_ids=range(100, 900, 100) if "named" in script else None,
+            include_draft_logprobs="records" in script,
+        )
+        total = batch * sum(int(table[0, NUM_OUT]) for table, *_ in steps)
         generate(target, steps, batch, params)  # learn the vocabulary
         runs = [generate(target, steps, batch, params) for _ in range(options.rounds)]
         taken, spent, end = least(runs)

@@ -24,7 +24,7 @@ import numpy as np
 import zmq
 from common.measure import finish
 
-from draftproof.engine.step.step_results import LogprobColumns, StepResults
+from draftproof.engine.step.step_results import LogprobColumns, LogprobWidth, StepResults
 from draftproof.metrics import EngineStats
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.ipc.decode import ReceivedGroup, decode_frame, to_step_results
@@ -113,14 +113,15 @@ def main() -> None:
     bounds = Bounds(VOCAB, options.k, len(results.sources))
     snapshot = EngineSnapshot(options.k, 1, 0.005, 1.0, ENGINE_STATS)
     kind = LogprobKind.NONE if options.logprobs < 0 else LogprobKind.RAW
-    group = RequestGroup.build(None, [(i, kind, max(options.logprobs, 0)) for i in range(options.batch)])
+    width = LogprobWidth(max(options.logprobs, 0))
+    group = RequestGroup.build(None, [(i, kind, width) for i in range(options.batch)])
     quarter = list(range(0, options.batch, 4))
-    quarter_group = RequestGroup.build(quarter, [(i, kind, max(options.logprobs, 0)) for i in quarter])
+    quarter_group = RequestGroup.build(quarter, [(i, kind, width) for i in quarter])
     frame = encode_step(0, snapshot, results, group)
     received_group = ReceivedGroup.build(list(range(options.batch)), dict(enumerate(results.requests)), VOCAB)
 
     def receive() -> None:
-        to_step_results(decode_frame(frame, bounds, results.sources), received_group, results.sources, {})
+        to_step_results(decode_frame(frame, bounds), received_group, results.sources, {})
 
     receive()
     found = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from draftproof.array_types import Bools, Floats32, Ints
 from draftproof.metrics import SpecStats
-
-if TYPE_CHECKING:
-    from draftproof.array_types import Floats32
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -27,6 +28,65 @@ class DraftRecord:
     target_logprob: float | None  # by the target model
     draft_rank: int | None = None  # of the token in the drafter's distribution
     draft_top: tuple[tuple[int, float], ...] = ()  # likeliest tokens of the drafter and their logprobs
+
+
+class DraftColumns(NamedTuple):
+    """Columns of D drafts, accepted or rejected, of several requests. Drafts of one request are adjacent."""
+
+    entry: Ints  # [D] index of the request
+    token: Ints  # [D]
+    position: Ints  # [D] 0-based index in the output it was proposed for
+    source: NDArray[np.int8]  # [D] index into the names of the sources
+    accepted: Bools  # [D]
+    draft_logprob: Floats32  # [D] by the drafter; NaN: it reported none
+    target_logprob: Floats32  # [D] by the target model
+    rank: Ints  # [D] of the token in the drafter's distribution; 0: none
+    top_width: Ints  # [D] likeliest tokens of the drafter that are reported
+    top_ids: Ints  # [D, T] likeliest tokens of the drafter, valid up to `top_width`
+    top_logprobs: Floats32  # [D, T]
+
+    @property
+    def num_drafts(self) -> int:
+        """Return D."""
+        return len(self.entry)
+
+    def select(self, at: Any) -> DraftColumns:
+        """Return the drafts at a slice, indices or a mask."""
+        return DraftColumns(*(column[at] for column in self))
+
+    def of_requests(self, at: Ints, num_requests: int) -> DraftColumns:
+        """Return the drafts of the requests `at` of `num_requests`, renumbered in the order of `at`."""
+        place = np.full(num_requests, -1)
+        place[at] = np.arange(len(at))
+        entry = place[self.entry]
+        return self._replace(entry=entry).select(entry >= 0)
+
+    @classmethod
+    def concatenate(cls, several: Sequence[DraftColumns]) -> DraftColumns:
+        """Return the drafts of all columns, which have equal T."""
+        return several[0] if len(several) == 1 else cls(*map(np.concatenate, zip(*several, strict=True)))
+
+    def records(self, sources: Sequence[str]) -> list[DraftRecord]:
+        """Return one record a draft."""
+        lists = DraftColumns(*(column.tolist() for column in self))
+        tops = zip(lists.top_width, lists.top_ids, lists.top_logprobs, strict=True)
+        return [
+            DraftRecord(
+                token_id=token,
+                position=position,
+                source=sources[source],
+                accepted=accepted,
+                draft_logprob=None if draft_logprob != draft_logprob else draft_logprob,
+                target_logprob=None if target_logprob != target_logprob else target_logprob,
+                draft_rank=rank or None,
+                draft_top=tuple(zip(ids[:width], logprobs[:width], strict=True)),
+            )
+            for token, position, source, accepted, draft_logprob, target_logprob, rank, (
+                width,
+                ids,
+                logprobs,
+            ) in zip(*lists[1:8], tops, strict=True)
+        ]
 
 
 class Logprob(NamedTuple):
@@ -128,7 +188,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     provenance: list[str] = field(default_factory=list)  # "plain", "accepted:ngram", "recovered", "bonus"
     text_offsets: list[int] = field(default_factory=list)
-    drafts: list[DraftRecord] | None = None
+    drafts: Sequence[DraftRecord] | None = None  # with `include_draft_logprobs`
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftproof.engine.engine import Engine
 from draftproof.engine.step import logprob_pass
-from draftproof.engine.step.queued_logprobs import add_named
+from draftproof.engine.step.step_results import add_named
 from draftproof.errors import RequestError
 from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ import tiny
 from covering import pairwise
 from draftproof.engine.loop import Loop
 from draftproof.engine.scheduler import Scheduler
-from draftproof.engine.step import own_rows, queued_logprobs
+from draftproof.engine.step import queued_logprobs, step_results
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import FIRST_ROW
 from exact import Batch, Case, Setup, check_empty, compare, count_errors, reference_run
@@ -122,7 +122,7 @@ def test_control_prompt_rows_by_the_bounds_of_the_host_are_detected(monkeypatch)
 
 
 def test_control_named_logprobs_at_other_rows_are_detected(monkeypatch):
-    monkeypatch.setattr(own_rows, "PICK", FIRST_ROW)
+    monkeypatch.setattr(step_results, "PICK", FIRST_ROW)
     found = serve_with_arrival(FLAKY, "named_logprobs", 2, debug=False)[0]
     assert any("request 3: logprobs" in line for line in found)
 

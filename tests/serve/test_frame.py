@@ -13,7 +13,7 @@ from pytest import MonkeyPatch
 
 from draftproof.engine.step.step_results import Finish, HostOutput, LogprobColumns, StepResults
 from draftproof.metrics import RequestStats
-from draftproof.outputs import DraftRecord, LogprobRow
+from draftproof.outputs import DraftColumns, LogprobRow
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.ipc import encode
 from draftproof.serve.ipc.decode import DecodedFrame, ReceivedGroup, decode_frame, to_step_results
@@ -28,13 +28,13 @@ from draftproof.serve.ipc.frame import (
     pack,
     unpack,
 )
-from draftproof.types import NUM_DRAFT, NUM_OUT, TOKENS, LogprobKind, Request
+from draftproof.types import NUM_DRAFT, TOKENS, LogprobKind, Request
 from frames import STATS, Step, random_step, sealed
 from fuzzing import fuzz
 
 
 def decoded(step: Step, data: bytes) -> tuple[DecodedFrame, StepResults]:
-    frame = decode_frame(data, step.bounds, step.results.sources)
+    frame = decode_frame(data, step.bounds)
     group = ReceivedGroup.build(frame.handles, step.known(), step.bounds.vocab_size)
     return frame, to_step_results(frame, group, step.results.sources, {})
 
@@ -52,8 +52,7 @@ def check_same(step: Step, data: bytes, at: list[int]) -> None:
         assert results.sources_of(place, count) == step.results.sources_of(i, count)
         received = results.host_outputs.get(place, HostOutput())
         sent = step.results.host_outputs.get(i, HostOutput())
-        has_drafts = step.results.requests[i].params.include_draft_logprobs and step.results.table[i, NUM_OUT]
-        assert repr(received) == repr(sent) or (has_drafts and not received.drafts and not sent.drafts)
+        assert repr(received) == repr(sent)
     assert frame.stats == [(place, step.stats[i]) for place, i in enumerate(at) if i in step.stats]
 
 
@@ -111,7 +110,7 @@ def test_control_damaged_columns_are_detected(names: tuple[str, ...], monkeypatc
 
 def test_aborted_requests_are_left_out_of_the_results() -> None:
     step = random_step(4, n=9)
-    frame = decode_frame(step.frame(), step.bounds, step.results.sources)
+    frame = decode_frame(step.frame(), step.bounds)
     known = {handle: r for handle, r in step.known().items() if handle % 2}
     results = to_step_results(frame, ReceivedGroup.build(frame.handles, known, 97), step.results.sources, {})
     stay = [i for i, handle in enumerate(step.handles) if handle % 2]
@@ -125,7 +124,7 @@ def test_admission_failures_decode_with_message_and_param() -> None:
         AdmissionFailure(1, RequestStatus.CLOSED, ""),
     ]
     step = random_step(0, n=0)
-    frame = decode_frame(encode_failures(3, step.snapshot, failures), step.bounds, step.results.sources)
+    frame = decode_frame(encode_failures(3, step.snapshot, failures), step.bounds)
     assert frame.handles == [7, 2**63, 1] and not frame.table.any()
     entries = [(e.status, e.message, e.param, e.stop_token) for e in frame.finished.values()]
     assert entries == [
@@ -136,22 +135,24 @@ def test_admission_failures_decode_with_message_and_param() -> None:
 
 
 GOLDEN = """
-44505246cb8a87ed0500010002000000000300000000000005000000000000001100000000000000000000000000d03f
+44505246392bb0e90600010002000000400300000000000005000000000000001100000000000000000000000000d03f
 000000000000124003000000000000000100000000000000040000000000000001000000000000000500000000000000
-090000000000000002000000000000000600000000000000000000000000000000000000000000000400000007000000
-050000000200000002000000010000000100000003000000010000000200000002000000040000000200000002000000
-010000000300000002000000000000000103000200000000090000000000000008000000000000000000000000000080
-060000000000000002000100030001000100020002000000010000000200000001020000000000001f00000020000000
-2100000022000000230000002400000025000000000000000100000001000000000000bf000080be000080bf000000c0
-1e000000270000000200000001000000000080c000000000050000000000000000000000010000000300000000000000
-010000000000000020000000000000000000000000000000000100000000000000000000020000000000000000000000
-000000000000000000000000000000000000000000000000010000000000000010000000000000000100000000000000
-010000000000000000000000000004400000000000000000000000000000000002000000030000000100000000000000
-010000000100000002000000020000000400000005000000250000000300000007000000010000000100000028000000
-000000000000f8bf00000000000004c00000000000000cc0000000000000f0ff02000000020000002200000023000000
-06000000070000000100000000000000010100000000000000010000000000000000000000000000000000000000e8bf
-0100000000000000000000000000c0bf0000000000000000000000000200000000000000020000002600000023000000
-000000000000e0bf000000000000e8bf03000000000000000000003f000000800000404000000000c3a9000000000000
+090000000000000002000000000000000600000000000000000000000000000000000000000000000500000008000000
+050000000400000002000000010000000100000001000000000000000300000001000000020000000200000004000000
+020000000200000001000000030000000200000000000000010300020000000009000000000000000800000000000000
+000000000000008006000000000000000700000000000000020001000300010001000000000000000100020002000000
+00000000000000000100000002000000000000000000000001020001010000001f000000200000002100000022000000
+230000002400000025000000260000000100000001000000000000bf000080be000080bf000000c0000060c000000000
+000000bf000080be1e00000027000000000000001e000000020000000100000001000000020000000000000000000000
+000080ff0000000000000000000000002800000000000000000080c00000000005000000000000000000000001000000
+030000000000000001000000000000002000000000000000000000000000000000010000000000000000000002000000
+000000000000000000000000000000000000000000000000000000000000000001000000000000001000000000000000
+010000000000000001000000000000000000000000000440000000000000000000000000000000000200000004000000
+010000000000000001000000010000000200000002000000040000000500000026000000030000000700000001000000
+0100000028000000000000000000f8bf00000000000004c00000000000000cc0000000000000f0ff0200000002000000
+22000000230000000600000007000000010000000000000001010000000000000000c07f000040bf000000be0000a0bf
+000000000200000000000000020000002600000023000000000000bf000040bf03000000000000000000003f00000080
+0000404000000000c3a9000000000000
 """
 
 
@@ -165,6 +166,7 @@ def golden_step() -> Step:
         {"logprobs": 0, "logprobs_mode": "processed"},
         {"include_draft_logprobs": True, "prompt_logprobs": 1},
         {"logprob_token_ids": [3]},
+        {"logprob_token_ids": [3] * 65},
     ]
     requests = [
         Request(
@@ -172,40 +174,53 @@ def golden_step() -> Step:
         )
         for i, each in enumerate(options)
     ]
-    table = np.zeros((4, TOKENS + 3), np.int64)
+    table = np.zeros((5, TOKENS + 3), np.int64)
     # committed, drafted, accepted, (end, row,) pick, tokens
     table[0] = [2, 1, 1, 0, 0, 0, 31, 32, 0]
     table[1] = [1, 2, 0, 0, 0, 0, 33, 0, 0]
     table[2] = [3, 2, 2, 0, 0, 0, 34, 35, 36]
-    table[3] = [1, 0, 0, 0, 0, 0, 37, 0, 0]
+    table[3] = [1, 0, 0, 0, 0, 2, 37, 0, 0]
+    table[4] = [1, 0, 0, 0, 0, 0, 38, 0, 0]
     raw = LogprobColumns(
-        np.array([[-0.5, -0.25], [-1, -2]], np.float32), np.array([[30], [39]]), np.array([2, 1])
+        values=np.array([[-0.5, -0.25], [-1, -2], [-3.5, 0]], np.float32),
+        ids=np.array([[30], [39], [0]]),
+        ranks=np.array([2, 1, 1]),
+        named_values=np.array([[0], [0], [-float("inf")]], np.float32),
+        named_ranks=np.array([[0], [0], [40]]),
     )
     processed = LogprobColumns(np.array([[-4]], np.float32), np.zeros((1, 0), np.int64), np.array([5]))
-    drafts = [
-        DraftRecord(34, 6, "two", True, None, -0.125),
-        DraftRecord(35, 7, "one", True, -0.75, None, 2, ((38, -0.5), (35, -0.75))),
-    ]
+    drafts = DraftColumns(
+        entry=np.array([2, 2]),
+        token=np.array([34, 35]),
+        position=np.array([6, 7]),
+        source=np.array([1, 0], np.int8),
+        accepted=np.array([True, True]),
+        draft_logprob=np.array([np.nan, -0.75], np.float32),
+        target_logprob=np.array([-0.125, -1.25], np.float32),
+        rank=np.array([0, 2]),
+        top_width=np.array([0, 2]),
+        top_ids=np.array([[0, 0, 0], [38, 35, 0]]),
+        top_logprobs=np.array([[0, 0, 0], [-0.5, -0.75, 0]], np.float32),
+    )
     extras = {
-        2: HostOutput(prompt_logprobs=[LogprobRow([4, 5], [-1.5, -2.5], [7, 1])], drafts=drafts),
-        3: HostOutput(
-            logprobs=[LogprobRow([37, 3], [-3.5, -float("inf")], [1, 40])],
-            embedding=np.array([0.5, -0.0, 3.0], np.float32),
-        ),
+        2: HostOutput(prompt_logprobs=[LogprobRow([4, 5], [-1.5, -2.5], [7, 1])]),
+        3: HostOutput(embedding=np.array([0.5, -0.0, 3.0], np.float32)),
+        4: HostOutput(logprobs=[LogprobRow([38, 3], [-3.5, -float("inf")], [1, 40])]),
     }
     endings = {0: Finish("stop", 32), 1: Finish("error", None, "é"), 3: Finish("length")}
     columns = {LogprobKind.RAW: raw, LogprobKind.PROCESSED: processed}
-    source = np.array([[1, 0], [0, 0], [0, 1], [0, 0]], np.int8)
-    results = StepResults(requests, table, columns, ("one", "two"), source, endings, extras)
-    return Step(results, [9, 8, 2**63, 6], Bounds(40, 2, 2), {1: RequestStats(16, 1, 0.0, scheduled_at=2.5)})
+    source = np.array([[1, 0], [0, 0], [0, 1], [0, 0], [0, 0]], np.int8)
+    results = StepResults(requests, table, columns, ("one", "two"), source, endings, extras, drafts=drafts)
+    stats = {1: RequestStats(16, 1, 0.0, scheduled_at=2.5)}
+    return Step(results, [9, 8, 2**63, 6, 7], Bounds(40, 2, 2), stats)
 
 
 def test_frame_bytes_are_pinned() -> None:
     """A failure means that the format changed: VERSION must change with it."""
-    assert VERSION == 5 and HEADER_STRUCT.size == 208
+    assert VERSION == 6 and HEADER_STRUCT.size == 216
     step = golden_step()
     frame = step.frame(5)
-    check_same(step, frame, [0, 1, 2, 3])
+    check_same(step, frame, [0, 1, 2, 3, 4])
     assert [frame[i : i + 48].hex() for i in range(0, len(frame), 48)] == GOLDEN.split()
 
 
@@ -215,7 +230,7 @@ def test_invalid_frame_error_names_the_cause() -> None:
 
     def error_of(data: bytes, bounds: Bounds = step.bounds) -> str:
         with pytest.raises(FrameError) as caught:
-            decode_frame(data, bounds, step.results.sources)
+            decode_frame(data, bounds)
         return str(caught.value)
 
     assert "shorter than a header" in error_of(b"") and "shorter than a header" in error_of(frame[:100])
@@ -238,11 +253,12 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
     "too many drafts": ("num_draft", 6, "num_draft holds 6"),
     "too many tokens": ("num_out", 7, "num_out holds 7"),
     "token count mismatch": ("num_out", 6, "tokens, but num_out adds up to"),
-    "more accepted than drafted": ("num_accepted", 5, "num_accepted exceeds"),
+    "more accepted than drafted": ("num_accepted", 6, "num_accepted exceeds"),
     "token outside the vocabulary": ("token", 97, "token holds 97"),
     "unknown source": ("source", 2, "source holds 2"),
     "top token outside the vocabulary": ("raw_id", 97, "raw_id holds 97"),
     "rank outside the vocabulary": ("raw_rank", 98, "raw_rank holds 98"),
+    "rank of a named id outside the vocabulary": ("raw_named_rank", 98, "raw_named_rank holds 98"),
     "statistics of an unknown entry": ("stats_entry", 12, "stats_entry holds 12"),
     "time that is not finite": ("stats_scheduled", float("nan"), "stats_scheduled is not finite"),
     "rows of an unknown entry": ("set_entry", 12, "set_entry holds 12"),
@@ -255,6 +271,7 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
     "draft with an unknown source": ("draft_source", 2, "draft_source holds 2"),
     "rank of a draft outside the vocabulary": ("draft_rank", 98, "draft_rank holds 98"),
     "likeliest tokens of drafts mismatch": ("draft_top_width", 9, "draft_top_width adds up to"),
+    "too many likeliest tokens": ("draft_top_width", 65, "draft_top_width holds 65"),
     "likeliest token outside the vocabulary": ("draft_top_id", 97, "draft_top_id holds 97"),
     "embedding of an unknown entry": ("embedding_entry", 12, "embedding_entry holds 12"),
     "text size mismatch": ("finish_message", 99, "bytes of text, expected"),
@@ -288,7 +305,7 @@ def test_changed_column_is_rejected(change: str) -> None:
         if data is None or data == step.frame() or (name == "status" and not runs):
             continue
         try:
-            decode_frame(data, step.bounds, step.results.sources)
+            decode_frame(data, step.bounds)
         except FrameError as error:
             messages.add(str(error))
         else:

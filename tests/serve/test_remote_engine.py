@@ -253,7 +253,7 @@ def test_stalled_frontend_receives_every_frame_when_it_reads_again(
         tokens: dict[str, list[int]] = {str(i): [] for i in range(12)}
         rows: dict[str, list[Any]] = {str(i): [] for i in range(12)}
         while left:
-            frame = decode_frame(slow.recv(), Bounds(vocab, 0, 0), ())
+            frame = decode_frame(slow.recv(), Bounds(vocab, 0, 0))
             assert frame.header.sequence == num_frames
             num_frames += 1
             for one in to_step_results(frame, ReceivedGroup.build(frame.handles, requests, vocab), (), {}):
@@ -275,7 +275,7 @@ def test_worker_end_delivers_frames_to_a_frontend_with_a_full_queue(make: Any, t
         time.sleep(1.0)  # the worker would have closed its socket by now
         num_frames = num_tokens = 0
         while not (data := slow.recv()).startswith(GOODBYE):
-            frame = decode_frame(data, Bounds(CONFIG["vocab_size"], 0, 0), ())
+            frame = decode_frame(data, Bounds(CONFIG["vocab_size"], 0, 0))
             assert frame.header.sequence == num_frames
             num_frames += 1
             num_tokens += frame.header.tokens
@@ -408,7 +408,7 @@ def test_invalid_messages_of_a_frontend_do_not_affect_another_one(
                     parts = [b"\x93\xa3add" + bytes([i % 128]) + b"\x91\x05", *parts[1:]]
                 odd.socket.send_multipart(parts)
             assert facts(await remote.generate(*SENDABLE[0])) == facts(portable[0])
-            frame = decode_frame(odd.recv(), Bounds(CONFIG["vocab_size"], 0, 0), ())
+            frame = decode_frame(odd.recv(), Bounds(CONFIG["vocab_size"], 0, 0))
             assert frame.finished and all(entry.message for entry in frame.finished.values())
 
     run_remote(make("plain"), tmp_path, main)

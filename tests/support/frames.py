@@ -15,11 +15,13 @@ from draftproof.engine.step.step_results import (
     HostOutput,
     LogprobColumns,
     StepResults,
+    has_long_logprobs,
     logprob_kind_of,
+    logprob_width_of,
 )
 from draftproof.metrics import EngineStats, RequestStats
-from draftproof.outputs import DraftRecord, LogprobRow
-from draftproof.sampling_params import SamplingParams, top_of
+from draftproof.outputs import DraftColumns, LogprobRow
+from draftproof.sampling_params import SamplingParams
 from draftproof.serve.ipc.encode import EngineSnapshot, RequestGroup, encode_step
 from draftproof.serve.ipc.frame import CHECKSUM_START_BYTE, HEADER_STRUCT, Bounds
 from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind, Request
@@ -48,7 +50,8 @@ class Step:
         for i in range(len(self.handles)) if at is None else at:
             params = self.results.requests[i].params
             vocab = self.bounds.vocab_size
-            entries.append((self.handles[i], logprob_kind_of(params, vocab), top_of(params.logprobs, vocab)))
+            kind, width = logprob_kind_of(params, vocab), logprob_width_of(params, vocab)
+            entries.append((self.handles[i], kind, width))
         return RequestGroup.build(at, entries)
 
     def frame(self, sequence: int = 0, at: list[int] | None = None) -> bytes:
@@ -70,7 +73,8 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
         options["logprobs"] = rng.choice([0, 1, 5, min(20, vocab)])
         options["logprobs_mode"] = rng.choice(["raw", "raw", "processed"])
     elif kind < 0.7:
-        options["logprob_token_ids"] = [rng.randrange(vocab) for _ in range(3)]
+        options["logprob_token_ids"] = rng.sample(range(vocab), min(vocab, rng.choice([1, 3, 65])))
+        options["logprobs_mode"] = rng.choice(["raw", "processed"])
     if rng.random() < 0.2:
         options["include_draft_logprobs"] = True
     if rng.random() < 0.2:
@@ -88,6 +92,42 @@ def random_rows(rng: random.Random, vocab: int, count: int, width: int) -> list[
         )
         for _ in range(count)
     ]
+
+
+def random_drafts(
+    requests: list[Request],
+    table: np.ndarray,
+    starts: np.ndarray,
+    noise: np.random.Generator,
+    vocab: int,
+    num_sources: int,
+) -> DraftColumns | None:
+    """Return random drafts of the requests that report them; None if there are none.
+
+    starts [n]: tokens of each output before the step.
+    """
+    counts = [
+        int(line[NUM_DRAFT]) * request.params.include_draft_logprobs
+        for request, line in zip(requests, table, strict=True)
+    ]
+    entry = np.repeat(np.arange(len(requests)), counts)
+    place = np.concatenate([np.arange(count) for count in counts]) if counts else entry
+    if not len(entry):
+        return None
+    rank = noise.choice([0, 1, vocab], len(entry))
+    return DraftColumns(
+        entry=entry,
+        token=noise.integers(0, vocab, len(entry)),
+        position=starts[entry] + place,
+        source=noise.integers(0, num_sources, len(entry)).astype(np.int8),
+        accepted=place < table[entry, NUM_ACCEPTED],
+        draft_logprob=noise.choice([np.nan, -0.5, -0.0], len(entry)).astype(np.float32),
+        target_logprob=noise.choice([-0.25, -0.0], len(entry)).astype(np.float32),
+        rank=rank,
+        top_width=np.where(rank > 0, noise.integers(0, 4, len(entry)), 0),
+        top_ids=noise.integers(0, vocab, (len(entry), 8)),
+        top_logprobs=noise.normal(size=(len(entry), 8)).astype(np.float32),
+    )
 
 
 def random_step(
@@ -131,22 +171,8 @@ def random_step(
             if wants is not LogprobKind.NONE:
                 line[PICK] = picks[wants]
                 picks[wants] += out
-            if params.logprob_token_ids is not None:
-                extra.logprobs = random_rows(rng, vocab, out, 4)
-            if params.include_draft_logprobs:
-                extra.drafts = [
-                    DraftRecord(
-                        rng.randrange(vocab),
-                        40 + j,
-                        rng.choice(sources),
-                        j < accepted,
-                        rng.choice([None, -0.5]),
-                        -0.0,
-                        rng.choice([None, 1, vocab]),
-                        tuple((rng.randrange(vocab), -0.25 * n) for n in range(rng.randint(0, 3))),
-                    )
-                    for j in range(drafted)
-                ]
+            if has_long_logprobs(params, vocab):
+                extra.logprobs = random_rows(rng, vocab, out, 1 + len(params.logprob_token_ids or ()))
         if extra != HostOutput():
             extras[i] = extra
         if request.pooling is not None and line[NUM_OUT]:
@@ -159,9 +185,12 @@ def random_step(
                 noise.normal(size=(count + 3, 1 + top)).astype(np.float32),
                 noise.integers(0, vocab, (count + 3, top)),
                 noise.integers(1, vocab + 1, count + 3),
+                noise.normal(size=(count + 3, 64)).astype(np.float32),
+                noise.integers(1, vocab + 1, (count + 3, 64)),
             )
     source = noise.integers(0, len(sources), (n, k)).astype(np.int8) if len(sources) > 1 else None
-    results = StepResults(requests, table, columns, sources, source, endings, extras)
+    drafts = random_drafts(requests, table, noise.integers(0, 99, n), noise, vocab, len(sources))
+    results = StepResults(requests, table, columns, sources, source, endings, extras, drafts=drafts)
     handles = [2**40 + 7 * i for i in range(n)]
     rng.shuffle(handles)
     stats = {}

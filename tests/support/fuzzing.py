@@ -40,7 +40,7 @@ def fuzz(count: int, seed: int) -> FuzzCounts:
             found.unchanged += 1
             continue
         try:
-            frame_in = decode_frame(data, step.bounds, step.results.sources)
+            frame_in = decode_frame(data, step.bounds)
             results = to_step_results(
                 frame_in,
                 ReceivedGroup.build(frame_in.handles, step.known(), step.bounds.vocab_size),

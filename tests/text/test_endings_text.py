@@ -16,7 +16,7 @@ from rich.progress import Progress
 import proposers
 from draftproof import SamplingParams
 from draftproof.engine.step.step_results import StepResults
-from draftproof.text.streaming_output import StreamingOutput
+from draftproof.text.bulk.output import StopScanner
 from text_pieces import CONFIG, FIRST, PIECES, Always, make_llm, seen
 
 
@@ -178,12 +178,15 @@ def test_all_logprobs_of_a_small_vocabulary(make, given_params, mode):
 
 
 def test_control_tokens_kept_after_a_stop_string_are_detected(llms, monkeypatch):
-    def broken(self, step):
-        return [self._stops.push([self._piece(step, i, token)]) for i, token in enumerate(step.token_ids)]
+    push = StopScanner.push
+
+    def broken(self, tokens, hides_last):
+        push(self, tokens, hides_last)
+        return len(tokens)
 
     stop = checked_output(llms, ignore_eos=True).text[4:7]
     assert checked_output(llms, ignore_eos=True, stop=[stop]).finish_reason == "stop"
-    monkeypatch.setattr(StreamingOutput, "_visible_texts", broken)
+    monkeypatch.setattr(StopScanner, "push", broken)
     with pytest.raises(AssertionError):
         checked_output(llms, ignore_eos=True, stop=[stop])
 
@@ -220,7 +223,7 @@ def both_ways(llm, seed):
     bulk = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
     between = llm.stats.num_emitted_tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draftproof.frontend.request_tracker.has_own_rows", lambda *_: True)
+        patch.setattr("draftproof.frontend.request_tracker.has_long_logprobs", lambda *_: True)
         watched = llm.generate(prompts, [params(**o) for o in options], use_tqdm=False)
     assert between - before == llm.stats.num_emitted_tokens - between == bulk_tokens(bulk)
     return bulk, watched

@@ -10,8 +10,10 @@ import gc
 import random
 import struct
 import weakref
+from collections import Counter
 from collections.abc import Container
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from draftproof.text.bulk.output_columns import OutputColumns
 from draftproof.text.bulk.output_table import FinishedOutput, OutputTable
 from draftproof.text.streaming_output import StreamingOutput
 from draftproof.types import FIRST_ROW, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, TOKENS, LogprobKind, Request
+from frames import random_drafts
 
 BYTES = [b"", b"", b"<|end|>", b"<|pad|>", b" a", b" ", b"  b", b"x", b"word", b"\n", b"<0x0A>"]
 BYTES += [b"\xc3", b"\xa9", b"\xa9b", b"a\xc3", b"\xe2", b"\x82", b"\xac", b"\x82\xac", b"\xe2\x82", b"\xff"]
@@ -55,11 +58,14 @@ class Odd:
 ODD: Any = Odd()
 
 
-def params_of(draw: random.Random) -> SamplingParams:
-    wants = draw.choice([None, None, 0, 1, 5, 20])
+def params_of(draw: random.Random, number: int) -> SamplingParams:
+    wants, own = draw.choice([None, None, 0, 1, 5, 20]), random.Random(number)
+    named_ids = own.choices(range(VOCAB), k=own.choice([1, 3, 5])) if own.random() < 0.2 else None
     return SamplingParams(
         max_tokens=999,
-        logprobs=wants,
+        logprobs=None if named_ids else wants,
+        logprob_token_ids=named_ids,
+        include_draft_logprobs=own.random() < 0.4,
         logprobs_mode=draw.choice(["raw", "processed"]),
         skip_special_tokens=draw.random() < 0.7,
         include_stop_str_in_output=draw.random() < 0.3,
@@ -81,10 +87,13 @@ def columns_of(draw: random.Random, picks: int) -> LogprobColumns:
     values[:picks] = -numbers.random((picks, 33), np.float32) * numbers.choice([1e-9, 1.0, 40.0], (picks, 1))
     ids[:picks] = numbers.permuted(np.tile(np.arange(32), (picks, 1)), axis=1) % VOCAB
     ranks[:picks] = numbers.integers(1, VOCAB, picks)
-    return LogprobColumns(values, ids, ranks)
+    named_values, named_ranks = np.full((picks + 3, 8), np.nan, np.float32), np.full((picks + 3, 8), -(2**40))
+    named_values[:picks] = -numbers.random((picks, 8), np.float32)
+    named_ranks[:picks] = numbers.integers(1, VOCAB, (picks, 8))
+    return LogprobColumns(values, ids, ranks, named_values, named_ranks)
 
 
-def step_of(draw: random.Random, requests: list[Request], ends: float) -> StepResults:
+def step_of(draw: random.Random, requests: list[Request], starts: np.ndarray, ends: float) -> StepResults:
     n = len(requests)
     table = np.full((n, TOKENS + K + 1), -(2**40))
     plain = draw.random() < 0.3  # a step without any draft takes another path
@@ -107,19 +116,31 @@ def step_of(draw: random.Random, requests: list[Request], ends: float) -> StepRe
     columns = (
         {kind: columns_of(draw, pick) for kind in (LogprobKind.RAW, LogprobKind.PROCESSED)} if pick else {}
     )
+    noise = np.random.default_rng([n, *starts])
     source = np.array([[draw.randrange(2) for _ in range(K)] for _ in requests], np.int8).reshape(n, K)
-    return StepResults(requests, table, columns, SOURCES, source if draw.random() < 0.7 else None, endings)
+    return StepResults(
+        requests=requests,
+        table=table,
+        columns=columns,
+        sources=SOURCES,
+        source=source if draw.random() < 0.7 else None,
+        finishes=endings,
+        drafts=random_drafts(requests, table, starts, noise, VOCAB, len(SOURCES)),
+    )
 
 
 def script(seed: int, steps: int = 60, at_once: int = 5, ends: float = 0.06) -> list[StepResults]:
     """Return steps of requests that start and finish at random; all finish in the end."""
     draw, running, made, count = random.Random(seed), [], [], 0
+    num_tokens: Counter[str] = Counter()
     while len(made) < steps or running:
         while len(running) < at_once and len(made) < steps and draw.random() < 0.7:
-            running.append(Request(id=str(count), **IDS, params=params_of(draw), seed=count))
+            running.append(Request(id=str(count), **IDS, params=params_of(draw, count), seed=count))
             count += 1
         here = [r for r in running if draw.random() < 0.9]
-        results = step_of(draw, here, ends if len(made) < steps else 0.5)
+        starts = np.array([num_tokens[r.id] for r in here], np.int64)
+        results = step_of(draw, here, starts, ends if len(made) < steps else 0.5)
+        num_tokens.update({r.id: int(line[NUM_OUT]) for r, line in zip(here, results.table, strict=True)})
         gone = {here[i].id for i in results.finishes}
         running = [r for r in running if r.id not in gone]
         made.append(results)
@@ -135,6 +156,7 @@ def alive(results: StepResults, over: Container[str]) -> StepResults:
         table=results.table[at],
         source=None if results.source is None else results.source[at],
         finishes={n: results.finishes[i] for n, i in enumerate(at) if i in results.finishes},
+        drafts=results.drafts and results.drafts.of_requests(np.array(at, np.int64), len(results)),
     )
 
 
@@ -164,7 +186,7 @@ def in_bulk(
         now = np.array([outputs[r.id].line for r in results.requests], np.int64)
         lines = lines if np.array_equal(lines, now) else now  # as `RequestTracker` does
         ends = {i: ending.reason for i, ending in results.finishes.items()}
-        matched = table.add(lines, results.table, results.source, results.columns, ends)
+        matched = table.add(lines, results.table, results.source, results.columns, ends, results.drafts)
         ended = {i: results.finishes.get(i, Finish("stop")) for i in {*results.finishes, *matched}}
         over = {results.requests[i].id: ending for i, ending in ended.items()}
         close([FinishedOutput(outputs[name], e.reason, e.stop, e.error) for name, e in over.items()])
@@ -176,7 +198,8 @@ def in_bulk(
 
 def differences(want: CompletionOutput, got: CompletionOutput) -> list[str]:
     names = [f.name for f in fields(CompletionOutput) if getattr(want, f.name) != getattr(got, f.name)]
-    for a, b in ((want.logprobs, got.logprobs), (want.token_ids, got.token_ids)):
+    columns = "logprobs", "token_ids", "drafts"
+    for a, b in ((getattr(want, name), getattr(got, name)) for name in columns):
         if a is not None and b is not None and repr(list(a)) != repr(list(b)):  # order and types too
             names.append("repr")
     if want.cumulative_logprob is not None and got.cumulative_logprob is not None:
@@ -230,6 +253,10 @@ def test_scripts_cover_all_finishes_provenances_and_texts() -> None:
     assert any(o.text.startswith(" ") for o in outputs) and any("<|end|>" in o.text for o in outputs)
     assert {len(o.metrics.accepted_per_position) for o in outputs} == {0, 1, 2, 3}
     assert {len(o.logprobs[0]) > 1 for o in outputs if o.logprobs} == {False, True}
+    drafts = [draft for o in outputs for draft in o.drafts or ()]
+    assert {(draft.accepted, draft.source, bool(draft.draft_top)) for draft in drafts} == {
+        *product((False, True), SOURCES, (False, True))
+    }
 
 
 def test_aborted_output_keeps_its_tokens() -> None:
@@ -343,6 +370,14 @@ CONTROLS: dict[str, tuple[Any, str, Any, int, set[str], bool]] = {
     "line flushed before the finish is known": (
         *(OutputTable, "add", flush_before_the_finish_is_known),
         *(10, {"text"}, False),
+    ),
+    "drafts behind a stop string accepted": (
+        *(output_table, "_counted_drafts", lambda _: lambda drafts, _: drafts if len(drafts[0]) else None),
+        *(10, {"drafts"}, False),
+    ),
+    "ranks of named ids lost": (
+        *(output_columns, "_logprob_arrays", lambda real: lambda found, end, _: real(found, end, False)),
+        *(10, {"logprobs"}, False),
     ),
     "logprobs of another row": (
         *(OutputColumns, "_add_logprobs", take_logprobs_of_the_row_before),

@@ -28,10 +28,10 @@ from draftproof.engine.sequence import PooledRows, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import grammar_masks
 from draftproof.engine.step.device_step import DeviceStep, PendingStep
+from draftproof.engine.step.draft_columns import draft_columns
 from draftproof.engine.step.mask_thread import MaskThread
-from draftproof.engine.step.own_rows import own_rows
 from draftproof.engine.step.pooling import pool_rows
-from draftproof.engine.step.queued_logprobs import queue_logprobs
+from draftproof.engine.step.queued_logprobs import queue_logprobs, read_logprobs
 from draftproof.engine.step.step_features import features_of
 from draftproof.engine.step.step_results import GrammarErrors, HostOutput, StepResults
 from draftproof.errors import DEVICE_ERRORS
@@ -175,7 +175,7 @@ class Loop:
         features = self._current_features()
         tensors, hidden = self.device.run(planned, decision, features, host_processed, keep)
         queued = None
-        if scheduler.num_with_own_rows:
+        if scheduler.num_with_queued_logprobs:
             queued = queue_logprobs(self.device, planned, computed, tensors, hidden)
         read = self.device.ops.runtime.fetch(tensors.packed.data)
         host.num_draft[planned.slots] = decision.drafts
@@ -226,10 +226,9 @@ class Loop:
             source = None if source is None else source[planned.slots]
             if len(self.predictions):
                 source = self.predictions.mark_sources(planned.slots, source)
+            drafts = draft_columns(planned, found, source, scheduler.mirror.length, self.slots.vocab)
             if step.queued_logprobs is not None:
-                lengths, queued = scheduler.mirror.length[planned.slots], step.queued_logprobs
-                vocab = self.slots.vocab
-                from_host = own_rows(planned, queued, found, source, lengths, self.sources, vocab)
+                from_host = read_logprobs(planned, step.queued_logprobs, found, self.slots.vocab)
             if step.waits and scheduler.num_needing_sync and step.computed is not None:
                 pooled = pool_rows(self.device, step, table)
         except DEVICE_ERRORS as error:  # steps queued behind it used its lost results
@@ -251,8 +250,9 @@ class Loop:
         if step.waits and scheduler.num_needing_sync:
             grammar_masks.commit_tokens(planned, table, is_current)
         finishes = self.release.finish_ended(step, table, is_current) if table[:, ENDED].any() else {}
-        logprobs = found.logprobs
-        results = StepResults(planned.requests, table, logprobs, self.sources, source, finishes, from_host)
+        results = StepResults(
+            planned.requests, table, found.logprobs, self.sources, source, finishes, from_host, drafts
+        )
         if not is_same or planned.has_prompts:
             is_reported = is_current & planned.samples
             is_reported[list(from_host)] |= is_current[list(from_host)]

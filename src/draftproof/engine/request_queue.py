@@ -43,7 +43,7 @@ class RequestQueue:
         self.holds_new = False
         self.version = 0  # changes with `running`
         self.num_needing_sync = 0  # requests that need the host in every step
-        self.num_with_own_rows = 0  # requests with logprobs in rows of their own
+        self.num_with_queued_logprobs = 0  # requests with logprobs that are queued behind a step
         self.num_preemptions = 0
         self.num_queried = 0  # prompt tokens that were looked up in the prefix cache
         self.num_cached = 0  # and found
@@ -60,7 +60,7 @@ class RequestQueue:
         else:
             insort(self.waiting, sequence, key=lambda s: s.rank)
         self.num_needing_sync += sequence.needs_sync
-        self.num_with_own_rows += sequence.has_own_rows
+        self.num_with_queued_logprobs += sequence.has_queued_logprobs
 
     def hold_new(self) -> None:
         """Admit no request that was never scheduled until `release_held`; the others run to their ends."""
@@ -173,7 +173,7 @@ class RequestQueue:
     def remove(self, sequence: Sequence) -> None:
         """Remove a request and free its slot and pages; steps in flight may still write to the pages."""
         self.num_needing_sync -= sequence.needs_sync
-        self.num_with_own_rows -= sequence.has_own_rows
+        self.num_with_queued_logprobs -= sequence.has_queued_logprobs
         sequence.stats.ended = time.monotonic()
         if sequence.slot < 0:
             (self.held if sequence in self.held else self.waiting).remove(sequence)

@@ -81,11 +81,9 @@ class Sequence:
         return self.draft_limit > 0 and len(self.request.prediction_ids) > 0
 
     @property
-    def has_own_rows(self) -> bool:
-        """Return whether some of its logprobs are rows of its own, not in the columns of a step."""
-        params = self.request.params
-        has_rows = params.include_draft_logprobs or bool(params.logprob_token_ids)
-        return has_rows or self.has_long_logprobs or params.prompt_logprobs is not None
+    def has_queued_logprobs(self) -> bool:
+        """Return whether some of its logprobs are queued behind a step, not in the columns of a step."""
+        return self.has_long_logprobs or self.request.params.prompt_logprobs is not None
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.step_results import Finish, StepResults, has_own_rows
+from draftproof.engine.step.step_results import Finish, StepResults, has_long_logprobs
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.frontend.engine_client import EngineClient
 from draftproof.metrics import RequestStats, SpecStats
@@ -127,7 +127,7 @@ class RequestTracker:
             raise RequestError("max_tokens=0 leaves nothing to stream: use generate", "max_tokens")
         job.max_length = self.engine.check(job.requests[0])
         # an output without a reader is built in bulk
-        is_bulk = job.on_events is None and not has_own_rows(params, self.engine.limits.vocab_size)
+        is_bulk = job.on_events is None and not has_long_logprobs(params, self.engine.limits.vocab_size)
         create = self.table.new_output if is_bulk else StreamingOutput
         job.outputs = [create(i, request, job.tokenizer) for i, request in enumerate(job.requests)]
 
@@ -308,12 +308,13 @@ class RequestTracker:
 
     def _append_bulk(self, results: StepResults, group: RequestGroup) -> list[int]:
         """Append a step to the bulk outputs; return the indices of requests that a stop string ends."""
-        table, source = results.table, results.source
+        table, source, drafts = results.table, results.source, results.drafts
         reasons = {i: finish.reason for i, finish in results.finishes.items()}
         if group.streaming:
             table, source = table[group.bulk], None if source is None else source[group.bulk]
+            drafts = None if drafts is None else drafts.of_requests(group.bulk, len(results))
             reasons = {n: reasons[i] for n, i in enumerate(group.bulk.tolist()) if i in reasons}
-        matched = self.table.add(group.lines, table, source, results.columns, reasons)
+        matched = self.table.add(group.lines, table, source, results.columns, reasons, drafts)
         return [int(group.bulk[n]) for n in matched]
 
     def _count_finished(self, job: Job, index: int) -> list[Job]:

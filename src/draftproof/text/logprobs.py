@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.outputs import Logprob, LogprobRow, logprob_map, no_text
+from draftproof.text.bulk.lazy_list import LazyList
 from draftproof.text.bulk.logprob_rows import Rows, unpack_rows
 from draftproof.text.tokenizer import Tokenizer
 
@@ -20,9 +21,12 @@ from draftproof.text.tokenizer import Tokenizer
 class LogprobTable(Sequence[LogprobRow]):
     """Sequence of LogprobRow over packed rows of n tokens."""
 
-    def __init__(self, parts: list[Rows]) -> None:
-        """Take at least one part; parts are concatenated at the first read."""
-        self._parts = parts
+    def __init__(self, parts: list[Rows], named_ids: Sequence[int] = ()) -> None:
+        """Take at least one part; parts are concatenated at the first read.
+
+        With named ids the rows hold their logprobs and ranks in place of the best tokens.
+        """
+        self._parts, self.named_ids = parts, list(named_ids)
 
     @property
     def rows(self) -> Rows:
@@ -33,7 +37,7 @@ class LogprobTable(Sequence[LogprobRow]):
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
-        """Tokens, values, ids of the best, ranks."""
+        """Tokens, values, ids of the best (or ranks of the named ids), ranks."""
         return unpack_rows(self.rows)
 
     def __len__(self) -> int:
@@ -45,27 +49,30 @@ class LogprobTable(Sequence[LogprobRow]):
     def __getitem__(self, index: slice) -> LogprobTable: ...
     def __getitem__(self, index: int | slice) -> LogprobRow | LogprobTable:
         if isinstance(index, slice):
-            return LogprobTable([self.rows[index]])
-        token, values, best, rank = (column[index].tolist() for column in self.columns)
-        return LogprobRow([token, *best], values, [rank, *range(1, len(best) + 1)])
+            return LogprobTable([self.rows[index]], self.named_ids)
+        token, values, others, rank = (column[index].tolist() for column in self.columns)
+        if self.named_ids:
+            return LogprobRow([token, *self.named_ids], values, [rank, *others])
+        return LogprobRow([token, *others], values, [rank, *range(1, len(others) + 1)])
 
     def __iter__(self) -> Iterator[LogprobRow]:
-        columns = self.columns
-        tokens, values, all_ids, ranks = (column.tolist() for column in columns)
+        columns, named_ids = self.columns, self.named_ids
         top_ranks = list(range(1, columns[2].shape[1] + 1))
-        for token, value, ids, rank in zip(tokens, values, all_ids, ranks, strict=True):
-            yield LogprobRow([token, *ids], value, [rank, *top_ranks])
+        for token, value, others, rank in zip(*(column.tolist() for column in columns), strict=True):
+            if named_ids:
+                yield LogprobRow([token, *named_ids], value, [rank, *others])
+            else:
+                yield LogprobRow([token, *others], value, [rank, *top_ranks])
 
 
-class LogprobMaps(Sequence[Any]):
+class LogprobMaps(LazyList):
     """Read-only list of mappings token id -> Logprob, one a position: the token itself, then the best.
 
-    An entry is None where no logprob exists: at the first token of a prompt. A pickle or a deep copy is a
-    plain list, which compares equal.
+    An entry is None where no logprob exists: at the first token of a prompt.
     """
 
     __slots__ = ("_rows", "_text")
-    __hash__ = None  # type: ignore[assignment]  # like a list
+    __hash__ = None  # like a list
 
     def __init__(self, rows: Sequence[LogprobRow | None], tokenizer: Tokenizer | None) -> None:
         self._rows = rows
@@ -96,31 +103,19 @@ class LogprobMaps(Sequence[Any]):
         return (None if row is None else logprob_map(row, self._text) for row in self._rows)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, LogprobMaps):
-            if len(self) != len(other):
-                return False
-            # bound methods are equal if they belong to one tokenizer
-            if self._text == other._text and _has_equal_columns(self._rows, other._rows):
-                return True
-        elif not isinstance(other, list):
-            return NotImplemented
-        return list(self) == list(other)
+        if isinstance(other, LogprobMaps) and self._has_equal_columns(other):
+            return True
+        return super().__eq__(other)
 
-    def __add__(self, other: Any) -> list[Any]:
-        return [*self, *other]
-
-    def __radd__(self, other: Any) -> list[Any]:
-        return [*other, *self]
-
-    def __repr__(self) -> str:
-        return repr(list(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
+    def _has_equal_columns(self, other: LogprobMaps) -> bool:
+        # bound methods are equal if they belong to one tokenizer
+        return self._text == other._text and _has_equal_columns(self._rows, other._rows)
 
 
 def _has_equal_columns(left: Sequence[Any], right: Sequence[Any]) -> bool:
     """Return whether both are tables with equal columns; other sequences may still have equal rows."""
     if not isinstance(left, LogprobTable) or not isinstance(right, LogprobTable):
+        return False
+    if left.named_ids != right.named_ids:
         return False
     return all(np.array_equal(a, b) for a, b in zip(left.columns, right.columns, strict=True))

@@ -78,8 +78,9 @@ class StreamingOutput:
         self._logprobs = LogprobMaps(self._rows, tokenizer)
         if params.wants_logprobs:
             self.output.logprobs, self.output.cumulative_logprob = self._logprobs, 0.0
+        self._drafts: list[DraftRecord] = []
         if params.include_draft_logprobs:
-            self.output.drafts = []
+            self.output.drafts = self._drafts
         self._detokenizer = None
         if tokenizer is not None:  # the output continues the prompt and keeps its leading space
             self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, continues=True)
@@ -173,7 +174,7 @@ class StreamingOutput:
         end = len(self.output.token_ids) + kept
         # drafts after a stop string are not accepted, as after an end token
         drafts = [replace(d, accepted=d.accepted and d.position < end) for d in step.drafts]
-        self.output.drafts.extend(drafts)
+        self._drafts.extend(drafts)
         return drafts
 
     def _add(self, step: StepOutput, kept: int, origins: list[str]) -> None:

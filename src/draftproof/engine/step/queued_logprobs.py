@@ -16,6 +16,8 @@ from torch import Tensor
 from draftproof.array_types import Ints
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.step.device_step import DeviceStep, StepTensors
+from draftproof.engine.step.result_buffer import HostResults
+from draftproof.engine.step.step_results import HostOutput, add_named
 from draftproof.ops import PendingCopy, TokenLogprobs
 from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import top_of
@@ -47,20 +49,6 @@ class QueuedLogprobs(NamedTuple):
     prompts: dict[int, list[tuple[int, int, PendingRows]]]  # first and end position of the rows of each part
 
 
-def add_named(
-    rows: list[LogprobRow],
-    named_ids: Sequence[int],
-    values: Sequence[Sequence[float]],
-    ranks: Sequence[Sequence[int]],
-) -> None:
-    """Append the named ids to rows [n]; values and ranks [n, at least the number of ids]."""
-    count = len(named_ids)
-    for row, some_values, some_ranks in zip(rows, values, ranks, strict=True):
-        row.token_ids += named_ids
-        row.logprobs += some_values[:count]
-        row.ranks += some_ranks[:count]
-
-
 def queue_logprobs(
     device: DeviceStep, planned: StepPlan, computed: Ints | None, tensors: StepTensors, hidden: Tensor | None
 ) -> QueuedLogprobs:
@@ -73,6 +61,25 @@ def queue_logprobs(
             assert hidden is not None and computed is not None
             queued.prompts[b] = _queue_prompt(device, planned, b, int(computed[b]), hidden)
     return queued
+
+
+def read_logprobs(
+    planned: StepPlan, queued: QueuedLogprobs, results: HostResults, vocab: int
+) -> dict[int, HostOutput]:
+    """Wait for the logprobs behind a step; return them by entry."""
+    found: dict[int, HostOutput] = {}
+    for b, parts in queued.prompts.items():
+        request, rows = planned.requests[b], []
+        top = top_of(request.params.prompt_logprobs, vocab)
+        for low, high, pending in parts:
+            rows += pending.read([int(token) for token in request.prompt_token_ids[low + 1 : high + 1]], top)
+        if rows:
+            found[b] = HostOutput(prompt_logprobs=rows)
+    for b, pending in queued.tokens.items():
+        line, top = results.table[b], top_of(planned.requests[b].params.logprobs, vocab)
+        tokens = line[TOKENS : TOKENS + int(line[NUM_OUT])].tolist()
+        found.setdefault(b, HostOutput()).logprobs = pending.read(tokens, top)
+    return found
 
 
 def _queue_tokens(device: DeviceStep, planned: StepPlan, b: int, tensors: StepTensors) -> PendingRows:

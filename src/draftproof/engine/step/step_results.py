@@ -6,16 +6,17 @@ request is made from the columns when it is read. Free of torch: HTTP processes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.array_types import Floats32, Ints
 from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
-from draftproof.outputs import DraftRecord, FinishReason, LogprobRow
+from draftproof.outputs import DraftColumns, DraftRecord, FinishReason, LogprobRow
 from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.types import (
     ENDED,
@@ -52,13 +53,19 @@ class LogprobColumns:
     named_ranks: Ints | None = None  # [N, M]
 
 
+class LogprobWidth(NamedTuple):
+    """Logprobs of a token besides its own: the best, and those of named ids."""
+
+    top: int = 0
+    num_named: int = 0
+
+
 @dataclass(slots=True)
 class HostOutput:
     """Results of one entry that the columns do not hold."""
 
-    logprobs: list[LogprobRow] | None = None
+    logprobs: list[LogprobRow] | None = None  # longer lists than a step holds
     prompt_logprobs: list[LogprobRow] | None = None
-    drafts: list[DraftRecord] | None = None
     embedding: Floats32 | None = None  # [hidden]
 
 
@@ -82,6 +89,7 @@ class StepResults(Sequence[StepOutput]):
     source: NDArray[np.int8] | None = None  # [n, K] index into `sources`; None: all drafts are of the first
     finishes: dict[int, Finish] = field(default_factory=dict)
     host_outputs: dict[int, HostOutput] = field(default_factory=dict)
+    drafts: DraftColumns | None = None  # of the requests with include_draft_logprobs; None: none has any
     # Errors that a remote engine reports after `add`, by the id of the first request of a prompt.
     refused: dict[str, RequestError | EngineClosedError] = field(default_factory=dict)
 
@@ -108,6 +116,7 @@ class StepResults(Sequence[StepOutput]):
             source=None if self.source is None else self.source[at],
             finishes={place[b]: finish for b, finish in self.finishes.items()},
             host_outputs={place[b]: one for b, one in self.host_outputs.items() if b in place},
+            drafts=None if self.drafts is None else self.drafts.of_requests(at, len(self)),
         )
 
     @cached_property
@@ -121,6 +130,10 @@ class StepResults(Sequence[StepOutput]):
             kind: (each.values.tolist(), each.ids.tolist(), each.ranks.tolist())
             for kind, each in self.columns.items()
         }
+
+    @cached_property
+    def _draft_records(self) -> list[DraftRecord]:
+        return [] if self.drafts is None else self.drafts.records(self.sources)
 
     def tokens(self, i: int) -> list[int]:
         """Return the committed tokens of request i."""
@@ -139,7 +152,7 @@ class StepResults(Sequence[StepOutput]):
             num_draft=line[NUM_DRAFT],
             num_accepted=accepted,
             sources=self.sources_of(i, accepted),
-            drafts=extra.drafts if extra else None,
+            drafts=self._drafts(i),
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop if finish else None,
             error=finish.error if finish else None,
@@ -157,6 +170,16 @@ class StepResults(Sequence[StepOutput]):
         """Return whether the drafts of request i are from its prediction."""
         return self._lines[i][NUM_DRAFT] > 0 and self.sources_of(i, 1) == [PREDICTION_SOURCE]
 
+    def _drafts(self, i: int) -> list[DraftRecord] | None:
+        """Return the drafts of request i; None where it does not report drafts or had no window."""
+        has_window = self._lines[i][NUM_OUT] > 0 or i in self.finishes
+        if not self.requests[i].params.include_draft_logprobs or not has_window:
+            return None
+        if self.drafts is None:
+            return []
+        first, end = self.drafts.entry.searchsorted((i, i + 1)).tolist()
+        return self._draft_records[first:end]
+
     def _logprobs(self, i: int, extra: HostOutput | None) -> list[LogprobRow] | None:
         params = self.requests[i].params
         if extra is not None and extra.logprobs is not None:
@@ -171,7 +194,27 @@ class StepResults(Sequence[StepOutput]):
         top = top_of(params.logprobs, self.columns[kind].ids.shape[1])
         first = self._lines[i][PICK]
         end = first + len(tokens)
-        return LogprobRow.from_columns(values[first:end], ids[first:end], ranks[first:end], tokens, top)
+        rows = LogprobRow.from_columns(values[first:end], ids[first:end], ranks[first:end], tokens, top)
+        if params.logprob_token_ids:
+            found = self.columns[kind]
+            assert found.named_values is not None and found.named_ranks is not None
+            named = found.named_values[first:end].tolist(), found.named_ranks[first:end].tolist()
+            add_named(rows, params.logprob_token_ids, *named)
+        return rows
+
+
+def add_named(
+    rows: list[LogprobRow],
+    named_ids: Sequence[int],
+    values: Sequence[Sequence[float]],
+    ranks: Sequence[Sequence[int]],
+) -> None:
+    """Append the named ids to rows [n]; values and ranks [n, at least the number of ids]."""
+    count = len(named_ids)
+    for row, some_values, some_ranks in zip(rows, values, ranks, strict=True):
+        row.token_ids += named_ids
+        row.logprobs += some_values[:count]
+        row.ranks += some_ranks[:count]
 
 
 def mode_of(params: SamplingParams) -> LogprobKind:
@@ -181,25 +224,29 @@ def mode_of(params: SamplingParams) -> LogprobKind:
 
 def logprob_kind_of(params: SamplingParams, vocab: int) -> LogprobKind:
     """Return the kind of columns that hold the logprobs of a request's tokens."""
-    if not params.wants_logprobs or has_token_rows(params, vocab):
+    if not params.wants_logprobs or has_long_logprobs(params, vocab):
         return LogprobKind.NONE
     return mode_of(params)
 
 
-def has_token_rows(params: SamplingParams, vocab: int) -> bool:
-    """Return whether the logprobs of a request's tokens are rows of its own."""
-    return has_long_logprobs(params, vocab) or bool(params.logprob_token_ids)
+def logprob_width_of(params: SamplingParams, vocab: int) -> LogprobWidth:
+    """Return how many logprobs a token of a request has."""
+    return LogprobWidth(top_of(params.logprobs, vocab), len(params.logprob_token_ids or ()))
+
+
+def widest(requests: Iterable[tuple[LogprobKind, LogprobWidth]]) -> dict[LogprobKind, LogprobWidth]:
+    """Return the largest widths of requests, by the kind of their logprobs."""
+    found: dict[LogprobKind, LogprobWidth] = {}
+    for kind, width in requests:
+        if kind is not LogprobKind.NONE:
+            found[kind] = LogprobWidth(*map(max, width, found.get(kind, LogprobWidth())))
+    return found
 
 
 def has_long_logprobs(params: SamplingParams, vocab: int) -> bool:
     """Return whether the logprobs of a token are more than a step holds."""
-    num_named = len(params.logprob_token_ids or ())
-    return top_of(params.logprobs, vocab) > MAX_DEVICE_TOP or num_named > MAX_NAMED_IDS
-
-
-def has_own_rows(params: SamplingParams, vocab: int) -> bool:
-    """Return whether logprobs of tokens or drafts of a request are rows of its own in every step."""
-    return has_token_rows(params, vocab) or params.include_draft_logprobs
+    width = logprob_width_of(params, vocab)
+    return width.top > MAX_DEVICE_TOP or width.num_named > MAX_NAMED_IDS
 
 
 def finish_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Finish | None:

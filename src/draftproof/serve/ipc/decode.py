@@ -13,14 +13,16 @@ from draftproof.engine.step.step_results import (
     Finish,
     HostOutput,
     LogprobColumns,
+    LogprobWidth,
     StepResults,
-    has_token_rows,
+    has_long_logprobs,
     logprob_kind_of,
+    logprob_width_of,
+    widest,
 )
 from draftproof.errors import EngineClosedError, RequestError
 from draftproof.metrics import EngineStats, RequestStats, Timings
-from draftproof.outputs import DraftRecord, LogprobRow
-from draftproof.sampling_params import top_of
+from draftproof.outputs import DraftColumns, LogprobRow
 from draftproof.serve.ipc.frame import (
     LOGPROB_BLOCKS,
     REASON_BY_STATUS,
@@ -61,6 +63,7 @@ class DecodedFrame:
     finished: dict[int, FinishedEntry]  # by entry
     stats: list[tuple[int, RequestStats]]  # (entry, statistics)
     extras: dict[int, HostOutput] = field(default_factory=dict)  # by entry
+    drafts: DraftColumns | None = None  # of the requests that report them
 
     def engine_stats(self, timings: Timings) -> EngineStats:
         """Return the engine statistics of the header, with `timings`."""
@@ -68,8 +71,8 @@ class DecodedFrame:
         return EngineStats(*counters, timings=timings)
 
 
-def decode_frame(data: bytes, bounds: Bounds, sources: Sequence[str]) -> DecodedFrame:
-    """Decode a frame. Raises FrameError. `sources`: `bounds.num_sources` names."""
+def decode_frame(data: bytes, bounds: Bounds) -> DecodedFrame:
+    """Decode a frame. Raises FrameError."""
     header, columns = unpack(data, bounds)
     table = _outcome_table(header, columns)
     source = None
@@ -79,8 +82,6 @@ def decode_frame(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Decoded
     extras: dict[int, HostOutput] = {}
     if header.sets:
         _decode_row_sets(columns, extras)
-    if header.drafts:
-        _decode_drafts(columns, extras, sources)
     if header.embeddings:
         values = columns["embedding_value"].reshape(header.embeddings, header.embedding_size)
         for entry, vector in zip(columns["embedding_entry"].tolist(), values, strict=True):
@@ -95,6 +96,7 @@ def decode_frame(data: bytes, bounds: Bounds, sources: Sequence[str]) -> Decoded
         finished=_decode_finished(columns) if header.finishes else {},
         stats=_decode_stats(columns) if header.stats else [],
         extras=extras,
+        drafts=_decode_drafts(columns) if header.drafts else None,
     )
 
 
@@ -106,9 +108,8 @@ class ReceivedGroup:
     requests: list[Request]  # those of the n that are still open here
     at: list[int]  # their indices among the n
     kinds: NDArray[np.uint8]  # [len(requests)] logprob kind that each requested
-    max_top: dict[LogprobKind, int]  # largest number of top tokens, by logprob kind
+    widths: dict[LogprobKind, LogprobWidth]  # of the blocks of logprobs
     host_logprobs: list[int]  # indices of requests whose logprobs come as row sets
-    wants_drafts: list[int]  # indices of requests with include_draft_logprobs
     wants_embedding: list[int]  # indices of requests with pooling
 
     @classmethod
@@ -118,20 +119,16 @@ class ReceivedGroup:
             raise FrameError("duplicate handle")
         at = [i for i, handle in enumerate(handles) if handle in known]
         requests = [known[handles[i]] for i in at]
-        kinds, max_top = np.zeros(len(requests), np.uint8), {LogprobKind.RAW: 0, LogprobKind.PROCESSED: 0}
-        for n, request in enumerate(requests):
-            kind = kinds[n] = logprob_kind_of(request.params, vocab)
-            if kind != LogprobKind.NONE:
-                max_top[kind] = max(max_top[kind], top_of(request.params.logprobs, vocab))
+        kinds = [logprob_kind_of(request.params, vocab) for request in requests]
+        widths = [logprob_width_of(request.params, vocab) for request in requests]
         pairs = list(zip(at, requests, strict=True))
         return cls(
             handles=handles,
             requests=requests,
             at=at,
-            kinds=kinds,
-            max_top=max_top,
-            host_logprobs=[i for i, request in pairs if has_token_rows(request.params, vocab)],
-            wants_drafts=[i for i, request in pairs if request.params.include_draft_logprobs],
+            kinds=np.array(kinds, np.uint8),
+            widths=widest(zip(kinds, widths, strict=True)),
+            host_logprobs=[i for i, request in pairs if has_long_logprobs(request.params, vocab)],
             wants_embedding=[i for i, request in pairs if request.pooling is not None],
         )
 
@@ -140,7 +137,10 @@ class ReceivedGroup:
         kinds = frame.kinds if len(self.at) == len(frame.kinds) else frame.kinds[self.at]
         matches = np.array_equal(kinds, self.kinds)
         for kind, found in frame.columns.items():
-            matches = matches and (not len(found.ids) or found.ids.shape[1] >= self.max_top[kind])
+            width = self.widths.get(kind, LogprobWidth())
+            named = 0 if found.named_values is None else found.named_values.shape[1]
+            is_wide = found.ids.shape[1] >= width.top and named >= width.num_named
+            matches = matches and (not len(found.ids) or is_wide)
         for i in self.host_logprobs:
             extra = frame.extras.get(i)
             has_rows = extra is not None and extra.logprobs is not None
@@ -161,23 +161,30 @@ def to_step_results(
 ) -> StepResults:
     """Return the results for the open requests of `group`. Raises FrameError if the frame does not match."""
     group.check(frame)
-    table, source, extras = frame.table, frame.source, frame.extras
+    table, source, extras, drafts = frame.table, frame.source, frame.extras, frame.drafts
     endings = {
         i: Finish(REASON_BY_STATUS[entry.status], entry.stop_token, entry.message)
         for i, entry in frame.finished.items()
         if not entry.status.is_admission_failure
     }
-    for i in group.wants_drafts:  # a step without drafts yields an empty list, not None
-        if table[i, NUM_OUT] or i in endings:
-            extra = extras.setdefault(i, HostOutput())
-            extra.drafts = extra.drafts or []
     at = group.at
     if len(at) < len(group.handles):
         index = {b: i for i, b in enumerate(at)}
         table, source = table[at], None if source is None else source[at]
         endings = {index[i]: ending for i, ending in endings.items() if i in index}
         extras = {index[i]: extra for i, extra in extras.items() if i in index}
-    return StepResults(group.requests, table, frame.columns, sources, source, endings, extras, failures)
+        drafts = None if drafts is None else drafts.of_requests(np.array(at, np.int64), len(group.handles))
+    return StepResults(
+        requests=group.requests,
+        table=table,
+        columns=frame.columns,
+        sources=sources,
+        source=source,
+        finishes=endings,
+        host_outputs=extras,
+        drafts=drafts,
+        refused=failures,
+    )
 
 
 def _outcome_table(header: Header, columns: Columns) -> Ints:
@@ -208,6 +215,9 @@ def _logprob_blocks(header: Header, columns: Columns) -> dict[LogprobKind, Logpr
                 columns[f"{name}_id"].reshape(rows, width - 1).astype(np.int64),
                 columns[f"{name}_rank"].astype(np.int64),
             )
+            if named := getattr(header, f"{name}_named"):
+                found[kind].named_values = columns[f"{name}_named_value"].reshape(rows, named)
+                found[kind].named_ranks = columns[f"{name}_named_rank"].reshape(rows, named).astype(np.int64)
     return found
 
 
@@ -261,28 +271,21 @@ def _decode_row_sets(columns: Columns, extras: dict[int, HostOutput]) -> None:
             extra.logprobs = rows
 
 
-def _decode_drafts(columns: Columns, extras: dict[int, HostOutput], sources: Sequence[str]) -> None:
-    names, optional = (
-        ("entry", "token", "position", "source", "accepted", "rank", "top_width"),
-        ("draft_logprob", "target_logprob"),
+def _decode_drafts(columns: Columns) -> DraftColumns:
+    widths = columns["draft_top_width"].astype(np.int64)
+    is_reported = np.arange(widths.max()) < widths[:, None]
+    top_ids, top_logprobs = np.zeros(is_reported.shape, np.int64), np.zeros(is_reported.shape, np.float32)
+    top_ids[is_reported], top_logprobs[is_reported] = columns["draft_top_id"], columns["draft_top_value"]
+    return DraftColumns(
+        entry=columns["draft_entry"].astype(np.int64),
+        token=columns["draft_token"].astype(np.int64),
+        position=columns["draft_position"].astype(np.int64),
+        source=columns["draft_source"].astype(np.int8),
+        accepted=columns["draft_accepted"] > 0,
+        draft_logprob=columns["draft_draft_logprob"],
+        target_logprob=columns["draft_target_logprob"],
+        rank=columns["draft_rank"].astype(np.int64),
+        top_width=widths,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
     )
-    tops = list(zip(columns["draft_top_id"].tolist(), columns["draft_top_value"].tolist(), strict=True))
-    first = 0
-    for entry, token, position, source, accepted, rank, width, draft_logprob, target_logprob in _lists(
-        columns, "draft", *names, optional=optional
-    ):
-        extra = extras.setdefault(entry, HostOutput())
-        extra.drafts = extra.drafts or []
-        extra.drafts.append(
-            DraftRecord(
-                token_id=token,
-                position=position,
-                source=sources[source],
-                accepted=bool(accepted),
-                draft_logprob=draft_logprob,
-                target_logprob=target_logprob,
-                draft_rank=rank or None,
-                draft_top=tuple(tops[first : first + width]),
-            )
-        )
-        first += width

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.engine.step.step_results import HostOutput, StepResults
+from draftproof.engine.step.step_results import HostOutput, LogprobWidth, StepResults, widest
 from draftproof.metrics import EngineStats, RequestStats
-from draftproof.outputs import DraftRecord, LogprobRow
+from draftproof.outputs import DraftColumns, LogprobRow
 from draftproof.serve.ipc.frame import (
     LOGPROB_BLOCKS,
     STATS_FIELDS,
@@ -50,20 +50,17 @@ class RequestGroup:
     at: NDArray[np.int64] | None  # indices in the step's results; None: all of them
     handles: NDArray[np.uint64]  # [n]
     kinds: NDArray[np.uint8]  # [n] logprob kinds
-    max_top: dict[LogprobKind, int]  # largest number of top tokens, by logprob kind
+    widths: dict[LogprobKind, LogprobWidth]  # of the blocks of logprobs
 
     @classmethod
     def build(
-        cls, at: Sequence[int] | None, requests: Sequence[tuple[int, LogprobKind, int]]
+        cls, at: Sequence[int] | None, requests: Sequence[tuple[int, LogprobKind, LogprobWidth]]
     ) -> RequestGroup:
-        """Build the group of (handle, logprob kind, number of top tokens) of each request."""
-        max_top: dict[LogprobKind, int] = {}
-        for _, kind, top in requests:
-            if kind is not LogprobKind.NONE:
-                max_top[kind] = max(top, max_top.get(kind, 0))
+        """Build the group of (handle, logprob kind, width) of each request."""
         handles = np.array([handle for handle, *_ in requests], np.uint64)
         kinds = np.array([kind for _, kind, _ in requests], np.uint8)
-        return cls(None if at is None else np.array(at, np.int64), handles, kinds, max_top)
+        widths = widest((kind, width) for _, kind, width in requests)
+        return cls(None if at is None else np.array(at, np.int64), handles, kinds, widths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ def encode_step(
         source = results.source if group.at is None else results.source[group.at]
         columns["source"] = source[np.arange(source.shape[1]) < table[:, NUM_DRAFT, None]]
         counts["draft_sources"] = len(columns["source"])
-    if group.max_top:
+    if group.widths:
         _add_logprob_blocks(columns, counts, results, group, owner, table[owner, PICK] + place)
     if results.finishes or results.host_outputs:
         index = None if group.at is None else {b: i for i, b in enumerate(group.at.tolist())}
@@ -121,7 +118,12 @@ def encode_step(
             entries = sorted(endings)
             stops, errors = [endings[i].stop for i in entries], [endings[i].error for i in entries]
             _add_finishes(columns, counts, entries, stops, errors, [None] * len(entries))
-        _add_extras(columns, counts, _select(results.host_outputs, index), results.sources)
+        _add_extras(columns, counts, _select(results.host_outputs, index))
+    if results.drafts is not None:
+        drafts = results.drafts
+        if group.at is not None:
+            drafts = drafts.of_requests(group.at, len(results))
+        _add_drafts(columns, counts, drafts)
     _add_stats(columns, counts, list(new_stats))
     return pack(engine.header(sequence, **counts), columns)
 
@@ -159,8 +161,9 @@ def _add_logprob_blocks(
 ) -> None:
     """Add the logprobs that the device computed. `rows`: row of each token in its block."""
     for kind, name in LOGPROB_BLOCKS:
-        if kind not in group.max_top:
+        if kind not in group.widths:
             continue
+        width = group.widths[kind]
         selected = group.kinds[owner] == kind
         at: Any = rows if selected.all() else rows[selected]
         counts[f"{name}_rows"] = len(at)
@@ -171,11 +174,16 @@ def _add_logprob_blocks(
             continue
         if len(at) and (np.diff(at) == 1).all():  # consecutive rows, the usual case: slice without a copy
             at = slice(int(at[0]), int(at[-1]) + 1)
-        top = min(group.max_top[kind], found.ids.shape[1])
+        top = min(width.top, found.ids.shape[1])
         counts[f"{name}_columns"] = 1 + top
         columns[f"{name}_value"] = found.values[at, : 1 + top]
         columns[f"{name}_id"] = found.ids[at, :top]
         columns[f"{name}_rank"] = found.ranks[at]
+        if width.num_named:
+            assert found.named_values is not None and found.named_ranks is not None
+            counts[f"{name}_named"] = width.num_named
+            columns[f"{name}_named_value"] = found.named_values[at, : width.num_named]
+            columns[f"{name}_named_rank"] = found.named_ranks[at, : width.num_named]
 
 
 def _add_optional(columns: Arrays, prefix: str, name: str, values: Sequence[Any]) -> None:
@@ -217,18 +225,14 @@ def _add_finishes(
     counts.update(finishes=len(entries), text_bytes=len(text))
 
 
-def _add_extras(
-    columns: Arrays, counts: dict[str, int], extras: dict[int, HostOutput], sources: Sequence[str]
-) -> None:
-    """Add logprobs and embeddings that the host computed, and drafts."""
+def _add_extras(columns: Arrays, counts: dict[str, int], extras: dict[int, HostOutput]) -> None:
+    """Add logprobs outside the blocks, and embeddings."""
     sets: list[tuple[int, RowSetKind, list[LogprobRow]]] = []
-    drafts: list[tuple[int, DraftRecord]] = []
     for i in sorted(extras):
         extra = extras[i]
         for kind, rows in ((RowSetKind.TOKENS, extra.logprobs), (RowSetKind.PROMPT, extra.prompt_logprobs)):
             if rows is not None:
                 sets.append((i, kind, rows))
-        drafts += [(i, record) for record in extra.drafts or ()]
     vectors = {i: extras[i].embedding for i in sorted(extras) if extras[i].embedding is not None}
     if vectors:
         columns["embedding_entry"] = np.array(list(vectors))
@@ -236,22 +240,18 @@ def _add_extras(
         counts["embeddings"], counts["embedding_size"] = values.shape
     if sets:
         _add_row_sets(columns, counts, sets)
-    if drafts:
-        counts["drafts"] = len(drafts)
-        records = [record for _, record in drafts]
-        columns["draft_entry"] = np.array([i for i, _ in drafts])
-        columns["draft_token"] = np.array([record.token_id for record in records])
-        columns["draft_position"] = np.array([record.position for record in records])
-        columns["draft_source"] = np.array([sources.index(record.source) for record in records])
-        columns["draft_accepted"] = np.array([record.accepted for record in records])
-        _add_optional(columns, "draft", "draft_logprob", [record.draft_logprob for record in records])
-        _add_optional(columns, "draft", "target_logprob", [record.target_logprob for record in records])
-        columns["draft_rank"] = np.array([record.draft_rank or 0 for record in records])
-        columns["draft_top_width"] = np.array([len(record.draft_top) for record in records])
-        tops = [pair for record in records for pair in record.draft_top]
-        counts["draft_tops"] = len(tops)
-        columns["draft_top_id"] = np.array([token for token, _ in tops], np.uint32)
-        columns["draft_top_value"] = np.array([value for _, value in tops], np.float64)
+
+
+def _add_drafts(columns: Arrays, counts: dict[str, int], drafts: DraftColumns) -> None:
+    """Add the drafts of the requests that report them."""
+    counts["drafts"] = drafts.num_drafts
+    for name in DraftColumns._fields[:-2]:
+        columns[f"draft_{name}"] = getattr(drafts, name)
+    is_reported = np.arange(drafts.top_ids.shape[1]) < drafts.top_width[:, None]
+    columns["draft_top_id"], columns["draft_top_value"] = (
+        each[is_reported] for each in (drafts.top_ids, drafts.top_logprobs)
+    )
+    counts["draft_tops"] = len(columns["draft_top_id"])
 
 
 def _add_row_sets(

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.engine.step.step_results import MAX_DEVICE_TOP
 from draftproof.outputs import FinishReason
-from draftproof.types import LogprobKind
+from draftproof.types import MAX_NAMED_IDS, LogprobKind
 
 MAGIC = b"DPRF"
-VERSION = 5
+VERSION = 6
 Columns = Mapping[str, NDArray[Any]]
 
 
@@ -82,8 +83,10 @@ class Header(NamedTuple):
     draft_sources: int = 0  # drafts; 0: all are of the first source
     raw_rows: int = 0
     raw_columns: int = 0  # the token itself and the top tokens; 0: not requested
+    raw_named: int = 0  # named ids, as many as the request with most has
     processed_rows: int = 0
     processed_columns: int = 0
+    processed_named: int = 0
     finishes: int = 0
     stats: int = 0
     sets: int = 0
@@ -98,7 +101,7 @@ class Header(NamedTuple):
 
 STATS_FIELDS = slice(5, 15)  # fields of the header that are fields of metrics.EngineStats
 # magic, checksum of all that follows, version, kind, then the header with the size after its first field
-HEADER_STRUCT = struct.Struct("<4sIHHIQQQdd10Q17I4x")
+HEADER_STRUCT = struct.Struct("<4sIHHIQQQdd10Q19I4x")
 CHECKSUM_START_BYTE = 8  # offset of the first byte that the checksum covers
 FRAME_KIND = 1  # the only kind so far
 
@@ -117,9 +120,13 @@ COLUMNS: tuple[tuple[str, np.dtype[Any], str], ...] = (
     ("raw_value", F4, "raw_values"),  # [raw_rows, raw_columns] logprobs
     ("raw_id", U4, "raw_ids"),  # [raw_rows, raw_columns - 1] top tokens
     ("raw_rank", U4, "raw_rows"),  # rank of the token itself
+    ("raw_named_value", F4, "raw_named_values"),  # [raw_rows, raw_named] logprobs of named ids
+    ("raw_named_rank", U4, "raw_named_values"),
     ("processed_value", F4, "processed_values"),
     ("processed_id", U4, "processed_ids"),
     ("processed_rank", U4, "processed_rows"),
+    ("processed_named_value", F4, "processed_named_values"),
+    ("processed_named_rank", U4, "processed_named_values"),
     ("finish_entry", U4, "finishes"),  # indices of the requests that are not RUNNING, ascending
     ("finish_has_stop_token", U1, "finishes"),
     ("finish_stop_token", U4, "finishes"),
@@ -146,14 +153,12 @@ COLUMNS: tuple[tuple[str, np.dtype[Any], str], ...] = (
     ("draft_position", U4, "drafts"),
     ("draft_source", U1, "drafts"),
     ("draft_accepted", U1, "drafts"),
-    ("draft_has_draft_logprob", U1, "drafts"),
-    ("draft_draft_logprob", F8, "drafts"),
-    ("draft_has_target_logprob", U1, "drafts"),
-    ("draft_target_logprob", F8, "drafts"),
+    ("draft_draft_logprob", F4, "drafts"),  # NaN: the drafter reported none
+    ("draft_target_logprob", F4, "drafts"),
     ("draft_rank", U4, "drafts"),  # in the drafter's distribution; 0: none
     ("draft_top_width", U4, "drafts"),
     ("draft_top_id", U4, "draft_tops"),  # likeliest tokens of the drafter, of all drafts
-    ("draft_top_value", F8, "draft_tops"),
+    ("draft_top_value", F4, "draft_tops"),
     ("embedding_entry", U4, "embeddings"),  # indices of the requests with an embedding, ascending
     ("embedding_value", F4, "embedding_values"),  # [embeddings, embedding_size]
     ("text", U1, "text_bytes"),  # UTF-8
@@ -169,7 +174,7 @@ LOGPROB_BLOCKS = ((LogprobKind.RAW, "raw"), (LogprobKind.PROCESSED, "processed")
 class RowSetKind(IntEnum):
     """Kind of a set of logprob rows."""
 
-    TOKENS = 0  # logprobs of committed tokens that the host computed
+    TOKENS = 0  # logprobs of committed tokens, lists longer than a block holds
     PROMPT = 1
 
 
@@ -189,6 +194,7 @@ def _counts(header: Header) -> dict[str, int]:
         rows, columns = counts[f"{kind}_rows"], counts[f"{kind}_columns"]
         counts[f"{kind}_values"] = rows * columns
         counts[f"{kind}_ids"] = rows * max(columns - 1, 0)
+        counts[f"{kind}_named_values"] = rows * counts[f"{kind}_named"]
     counts["embedding_values"] = header.embeddings * header.embedding_size
     return counts
 
@@ -312,6 +318,9 @@ def _check_tokens(header: Header, found: Columns, bounds: Bounds) -> None:
         _require(rows == expected, f"{rows} rows of {name} logprobs, expected {expected}")
         _require(columns or not rows, f"{rows} rows of {name} logprobs have no columns")
         _require(columns <= bounds.vocab_size + 1, f"{columns} columns of {name} logprobs")
+        named = getattr(header, f"{name}_named")
+        _require(named <= MAX_NAMED_IDS, f"{named} named ids of {name} logprobs, maximum is {MAX_NAMED_IDS}")
+        _check_below(f"{name}_named_rank", found, bounds.vocab_size + 1)
         _check_below(f"{name}_id", found, bounds.vocab_size)
         _check_below(f"{name}_rank", found, bounds.vocab_size + 1)
 
@@ -367,9 +376,9 @@ def _check_drafts(header: Header, found: Columns, bounds: Bounds) -> None:
     _require(((counts == 0) | (counts == found["num_draft"])).all(), "the drafts of a request are incomplete")
     _check_below("draft_token", found, bounds.vocab_size)
     _check_below("draft_source", found, bounds.num_sources)
-    for name in ("accepted", "has_draft_logprob", "has_target_logprob"):
-        _check_below(f"draft_{name}", found, 2)
+    _check_below("draft_accepted", found, 2)
     _check_below("draft_rank", found, bounds.vocab_size + 1)
+    _check_below("draft_top_width", found, MAX_DEVICE_TOP + 1)
     tops = int(found["draft_top_width"].sum(dtype=np.uint64))
     _require(tops == header.draft_tops, f"{header.draft_tops} ids, but draft_top_width adds up to {tops}")
     _check_below("draft_top_id", found, bounds.vocab_size)

@@ -251,7 +251,7 @@ class RemoteEngine:
             reason = decode_goodbye(data[len(GOODBYE) :]).reason
             self._connection.reconnect()
             return self._on_disconnect(f"the engine has stopped: {reason}")
-        frame = decode_frame(data, self._bounds, self.info.sources)
+        frame = decode_frame(data, self._bounds)
         if frame.header.sequence != self._sequence:
             raise FrameError(f"frame number {frame.header.sequence}, expected {self._sequence}")
         self._sequence += 1

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from draftproof.engine.step.step_results import LogprobWidth
 from draftproof.metrics import RequestStats
 from draftproof.serve.ipc.encode import AdmissionFailure
 from draftproof.types import LogprobKind, Request
@@ -43,7 +44,7 @@ class RequestEntry:
     request: Request
     stats: RequestStats
     kind: LogprobKind
-    top: int  # number of top tokens with each logprob
+    width: LogprobWidth  # logprobs of each token besides its own
 
 
 @dataclass(slots=True, eq=False)

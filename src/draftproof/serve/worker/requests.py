@@ -10,10 +10,10 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from draftproof.engine.step.step_results import logprob_kind_of
+from draftproof.engine.step.step_results import logprob_kind_of, logprob_width_of
 from draftproof.errors import DraftproofError, EngineDownError, QueueFullError, RequestError
 from draftproof.llm import LLM
-from draftproof.sampling_params import SamplingParams, top_of
+from draftproof.sampling_params import SamplingParams
 from draftproof.serve.ipc.encode import AdmissionFailure
 from draftproof.serve.ipc.frame import RequestStatus
 from draftproof.serve.ipc.messages import (
@@ -88,12 +88,12 @@ class RequestTable:
             return  # aborted meanwhile, or the HTTP process disconnected
         connection.compiling.discard(add.handle)
         vocab = self._engine.limits.vocab_size
-        kind, top = logprob_kind_of(params, vocab), top_of(params.logprobs, vocab)
+        kind, width = logprob_kind_of(params, vocab), logprob_width_of(params, vocab)
         made: list[RequestEntry] = []
         try:
             for i, request in enumerate(build_requests(add, body, params, f"{connection.number}:", grammar)):
                 stats = self._engine.add(request)
-                made.append(RequestEntry(connection, add.handle + i, request, stats, kind, top))
+                made.append(RequestEntry(connection, add.handle + i, request, stats, kind, width))
         except Exception as error:
             for entry in made:
                 self._engine.abort(entry.request.id)

@@ -70,7 +70,7 @@ class StepSender:
         self._grouped, self._grouped_version, self._groups = requests, self._requests.version, []
         for connection, pairs in by_connection.items():
             at = None if len(by_connection) == 1 else [i for i, _ in pairs]
-            group = RequestGroup.build(at, [(entry.handle, entry.kind, entry.top) for _, entry in pairs])
+            group = RequestGroup.build(at, [(entry.handle, entry.kind, entry.width) for _, entry in pairs])
             self._groups.append((connection, group, [entry for _, entry in pairs]))
 
     def send_failures(self) -> None:

@@ -1,7 +1,8 @@
 """Logprobs of tokens as rows of 32-bit numbers: token, rank, its logprob, the best logprobs, their ids.
 
-One row holds one token. Outputs take their rows when they finish, mostly many outputs at once, and one copy
-of rows is cheaper than four copies of columns.
+One row holds one token. Rows of a request with named ids hold the logprobs and ranks of these in place of the
+best logprobs and their ids. Outputs take their rows when they finish, mostly many outputs at once, and one
+copy of rows is cheaper than four copies of columns.
 """
 
 from __future__ import annotations

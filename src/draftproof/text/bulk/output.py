@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from draftproof.outputs import CompletionOutput, FinishReason, LogprobRow
 from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.text.bulk.detokenizer import BulkDetokenizer, TokenTexts
+from draftproof.text.bulk.draft_list import DraftList, DraftPart
 from draftproof.text.bulk.logprob_rows import Rows
 from draftproof.text.detokenizer import Detokenizer
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
@@ -64,12 +65,17 @@ class BulkOutput:
         tokenizer: Tokenizer | None,
         token_texts: TokenTexts | None,
         vocab: int,
+        sources: Sequence[str] = (),
     ) -> None:
         params = request.params
         self.logprob_kind = LogprobKind.NONE
         if params.wants_logprobs:
             self.logprob_kind = LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
-        self.top = top_of(params.logprobs, vocab)
+        self.named_ids = params.logprob_token_ids or ()
+        self.top = len(self.named_ids) or top_of(params.logprobs, vocab)  # logprobs besides the token's own
+        self.wants_drafts = params.include_draft_logprobs
+        self.draft_parts: list[DraftPart] = []
+        self._sources = sources
         self.max_tokens = params.max_tokens
         self.line = -1  # of the table; -1: none
         self.tokenizer = tokenizer
@@ -103,9 +109,13 @@ class BulkOutput:
             self.stop_scanner.finish()
             self._truncate(self.stop_scanner.match)
         if self.logprob_kind is not LogprobKind.NONE:
-            rows: Sequence[LogprobRow] = LogprobTable(self.logprob_parts) if self.logprob_parts else []
+            rows: Sequence[LogprobRow] = []
+            if self.logprob_parts:
+                rows = LogprobTable(self.logprob_parts, self.named_ids)
             out.logprobs = LogprobMaps(rows, self.tokenizer)
             out.cumulative_logprob = self.cumulative_logprob
+        if self.wants_drafts:
+            out.drafts = DraftList(self.draft_parts, self._sources)
         return out
 
     def _truncate(self, match: StopMatch | None) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftproof.metrics import SpecStats
+from draftproof.outputs import DraftColumns
 from draftproof.text.bulk.logprob_rows import LogprobBuffer, Rows, longer, pack_rows
 from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, PICK, PREDICTION_SOURCE, TOKENS, LogprobKind
 
@@ -34,6 +36,14 @@ class LogprobArrays(Protocol):
     def ranks(self) -> Ints:
         """[N] ranks of the tokens."""
 
+    @property
+    def named_values(self) -> NDArray[np.float32] | None:
+        """[N, M] logprobs of the ids that a request names."""
+
+    @property
+    def named_ranks(self) -> Ints | None:
+        """[N, M] ranks of these ids."""
+
 
 class StepColumns(NamedTuple):
     """One step of n requests."""
@@ -42,6 +52,7 @@ class StepColumns(NamedTuple):
     table: Ints  # [n, …], see types.Outcome
     source: NDArray[np.int8] | None  # [n, K] index of each draft's proposer; None: all are the first
     logprobs: Mapping[LogprobKind, LogprobArrays]
+    drafts: DraftColumns | None = None  # of the requests that report them
 
 
 class OutputColumns:
@@ -51,6 +62,7 @@ class OutputColumns:
         self.width = width  # tokens of a line
         self.fill = np.zeros(0, np.int64)  # [lines] tokens in use
         self.logprob_kind = np.zeros(0, np.int64)  # [lines] a LogprobKind
+        self._has_named_ids = np.zeros(0, np.bool_)  # [lines]
         self._counters = np.zeros((0, NUM_COUNTERS), np.int64)
         self._accepted_at = np.zeros((0, max_drafts), np.int64)  # by position in the draft window
         self._tokens = np.zeros(0, np.int64)  # [lines * width]
@@ -63,16 +75,16 @@ class OutputColumns:
 
     def resize(self, num_lines: int) -> None:
         """Grow to `num_lines` lines."""
-        for name in ("fill", "logprob_kind", "_counters", "_accepted_at", "_totals"):
+        for name in ("fill", "logprob_kind", "_has_named_ids", "_counters", "_accepted_at", "_totals"):
             setattr(self, name, longer(getattr(self, name), num_lines))
         for name in ("_tokens", "_origins"):
             setattr(self, name, longer(getattr(self, name), num_lines * self.width))
         self._logprobs.resize(num_lines * self.width)
 
-    def reset(self, line: int, kind: LogprobKind, top: int) -> None:
-        """Prepare a line for a new output."""
+    def reset(self, line: int, kind: LogprobKind, top: int, has_named_ids: bool) -> None:
+        """Prepare a line for a new output; top: logprobs a token besides its own."""
         self.fill[line] = self._counters[line] = self._accepted_at[line] = self._totals[line] = 0
-        self.logprob_kind[line] = kind
+        self.logprob_kind[line], self._has_named_ids[line] = kind, has_named_ids
         if kind is not LogprobKind.NONE and top > self._logprobs.top:
             self._logprobs.widen(top)
 
@@ -138,19 +150,18 @@ class OutputColumns:
         steps: Sequence[Mapping[LogprobKind, LogprobArrays]],
     ) -> None:
         """Copy the logprobs of the tokens at `where` from the steps' arrays."""
-        kinds = self.logprob_kind[lines]
+        kinds, has_named = self.logprob_kind[lines], self._has_named_ids[lines]
         begins = number.searchsorted(np.arange(len(steps)))
         ends = np.maximum.reduceat(table[:, PICK] + table[:, NUM_OUT], begins).tolist()
-        for kind in steps[0]:
-            mine = kinds == kind
+        for kind, is_named in product(steps[0], (False, True)):
+            mine = (kinds == kind) & (has_named == is_named)
             if not mine.any():
                 continue
             found = [logprobs[kind] for logprobs in steps]
             used = [max(0, min(end, len(each.ranks))) for end, each in zip(ends, found, strict=True)]
             first = np.cumsum([0, *used[:-1]])  # of each step, among all rows in use
-            values = joined([each.values[:end] for each, end in zip(found, used, strict=True)])
-            ids = joined([each.ids[:end] for each, end in zip(found, used, strict=True)])
-            ranks = joined([each.ranks[:end] for each, end in zip(found, used, strict=True)])
+            parts = [_logprob_arrays(each, end, is_named) for each, end in zip(found, used, strict=True)]
+            values, ids, ranks = (joined(list(columns)) for columns in zip(*parts, strict=True))
             at, entry, index = where, owner, place
             if not mine.all():
                 of_kind = mine[owner]
@@ -197,6 +208,15 @@ class OutputColumns:
             (_stats(counters, accepted_at, emitted), total)
             for counters, accepted_at, total, emitted in zip(*columns, num_tokens, strict=True)
         ]
+
+
+def _logprob_arrays(found: LogprobArrays, end: int, is_named: bool) -> tuple[NDArray[Any], ...]:
+    """Return values, ids and ranks of the first `end` rows; of named ids the ranks in place of the ids."""
+    if not is_named:
+        return found.values[:end], found.ids[:end], found.ranks[:end]
+    assert found.named_values is not None and found.named_ranks is not None
+    values = np.concatenate((found.values[:end, :1], found.named_values[:end]), 1)
+    return values, found.named_ranks[:end], found.ranks[:end]
 
 
 def _stats(counters: list[int], accepted_at: list[int], emitted: int) -> SpecStats:

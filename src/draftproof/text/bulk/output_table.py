@@ -10,16 +10,18 @@ flushed at different steps on purpose, so that no step flushes all of them. The 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.outputs import CompletionOutput, FinishReason
+from draftproof.outputs import CompletionOutput, DraftColumns, FinishReason
 from draftproof.text.bulk.detokenizer import BulkDetokenizer, TokenTexts, push_many
+from draftproof.text.bulk.draft_list import DraftPart
 from draftproof.text.bulk.logprob_rows import longer
 from draftproof.text.bulk.output import BulkOutput
-from draftproof.text.bulk.output_columns import Ints, LogprobArrays, OutputColumns, StepColumns
+from draftproof.text.bulk.output_columns import Ints, LogprobArrays, OutputColumns, StepColumns, joined
 from draftproof.text.tokenizer import Tokenizer
 from draftproof.types import NUM_ACCEPTED, NUM_OUT, TOKENS, LogprobKind, Request
 
@@ -52,6 +54,7 @@ class OutputTable:
         width = max(MIN_LINE_TOKENS, 2 * max_appended)
         self._flush_at = width - max_appended  # a line with fewer tokens has room for one more append
         self._columns = OutputColumns(width, max_drafts, sources)
+        self._sources = tuple(sources)
         self._token_texts: dict[tuple[int, bool], TokenTexts] = {}
         self._outputs: list[BulkOutput | None] = []  # by line
         self._free: list[int] = []
@@ -72,7 +75,7 @@ class OutputTable:
             if key not in self._token_texts:  # the entry keeps the tokenizer alive, so its id stays unique
                 self._token_texts[key] = TokenTexts(tokenizer, key[1], self._vocab)
             token_texts = self._token_texts[key]
-        return BulkOutput(index, request, tokenizer, token_texts, self._vocab)
+        return BulkOutput(index, request, tokenizer, token_texts, self._vocab, self._sources)
 
     def open(self, output: BulkOutput) -> int:
         """Assign a line to an output until it is closed."""
@@ -82,7 +85,7 @@ class OutputTable:
         self._outputs[line] = output
         self._first_flush[line] = self._first_flush_at(line, output.max_tokens)
         self._num_with_stops += output.stop_scanner is not None
-        self._columns.reset(line, output.logprob_kind, output.top)
+        self._columns.reset(line, output.logprob_kind, output.top, bool(output.named_ids))
         return line
 
     def close(
@@ -145,25 +148,30 @@ class OutputTable:
         source: NDArray[np.int8] | None,
         logprobs: Mapping[LogprobKind, LogprobArrays],
         finishes: Mapping[int, FinishReason],
+        drafts: DraftColumns | None = None,
     ) -> list[int]:
         """Buffer a step of n outputs and return the indices of those that a stop string ends.
 
         lines [n], table [n, …] (types.Outcome), source [n, K]. `finishes`: reason by index, for outputs that
-        the engine has finished. The arrays must not change afterwards.
+        the engine has finished. drafts: of outputs that report them. The arrays must not change afterwards.
         """
         matched: list[int] = []
         if not len(lines):
             return matched
         if self._num_with_stops:
             table, matched = self._scan_stops(lines, table, finishes)
-        tops = [(kind, found.ids.shape[1]) for kind, found in logprobs.items()]
+        if drafts is not None:
+            drafts = _counted_drafts(drafts, table)
+        tops = [(kind, *_widths(found)) for kind, found in logprobs.items()]
         step_kind = table.shape[1], tops
         if step_kind != self._step_kind:
             self.flush_steps()
             self._step_kind = step_kind
-        self._steps.append(StepColumns(lines, table, source, logprobs))
-        cells_per_token = FIXED_CELLS_PER_TOKEN + sum(top for _, top in tops)
+        self._steps.append(StepColumns(lines, table, source, logprobs, drafts))
+        cells_per_token = FIXED_CELLS_PER_TOKEN + sum(top + num_named for _, top, num_named in tops)
         self._num_cells += int(table[:, NUM_OUT].sum()) * cells_per_token
+        if drafts is not None:
+            self._num_cells += drafts.num_drafts * (FIXED_CELLS_PER_TOKEN + drafts.top_ids.shape[1])
         # a single step can wait for the next one: `flush_if_due` may run before it
         is_large = self._num_cells >= MAX_BATCHED_CELLS and len(self._steps) > 1
         if len(self._steps) == self._max_steps or is_large:
@@ -182,8 +190,23 @@ class OutputTable:
             self._flush_full_lines()
             steps, self._steps, self._num_cells = self._steps, [], 0
             self._columns.append(steps)
+            self._add_drafts(steps)
         if self._finished:
             self._close_finished()
+
+    def _add_drafts(self, steps: Sequence[StepColumns]) -> None:
+        """Append the drafts of steps to their outputs, in the order of the steps."""
+        found = [(step.lines[step.drafts.entry], step.drafts) for step in steps if step.drafts is not None]
+        for _, some in groupby(found, lambda pair: pair[1].top_ids.shape[1]):  # equal widths
+            all_lines, columns = zip(*some, strict=True)
+            lines = joined(list(all_lines))
+            order = lines.argsort(kind="stable")
+            lines, drafts = lines[order], DraftColumns.concatenate(columns).select(order)
+            ends = [*((lines[1:] != lines[:-1]).nonzero()[0] + 1).tolist(), len(lines)]
+            for first, end in pairwise([0, *ends]):
+                output = self._outputs[lines[first]]
+                assert output is not None
+                output.draft_parts.append(DraftPart(drafts, first, end))
 
     def _close_finished(self) -> None:
         """Close finished outputs; their last step is appended and not flushed."""
@@ -255,3 +278,18 @@ class OutputTable:
                 output.logprob_parts.append(self._columns.logprob_rows(line, end - begin, output.top))
             begin = end
         push_many(texts, tokens, ends, hides_last)
+
+
+def _widths(found: LogprobArrays) -> tuple[int, int]:
+    """Return the number of best tokens and of named ids."""
+    return found.ids.shape[1], 0 if found.named_values is None else found.named_values.shape[1]
+
+
+def _counted_drafts(drafts: DraftColumns, table: Ints) -> DraftColumns | None:
+    """Return the drafts of requests that committed a token; those behind a stop string are not accepted."""
+    counts = table[drafts.entry]
+    begins = drafts.entry.searchsorted(drafts.entry)
+    place = np.arange(drafts.num_drafts) - begins
+    drafts = drafts._replace(accepted=drafts.accepted & (place < counts[:, NUM_ACCEPTED]))
+    is_counted = counts[:, NUM_OUT] > 0
+    return drafts.select(is_counted) if is_counted.any() else None

@@ -1,0 +1,47 @@
+"""Drafts of an output, converted to records when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from draftproof.outputs import DraftColumns, DraftRecord
+from draftproof.text.bulk.lazy_list import LazyList
+
+
+class DraftPart(NamedTuple):
+    """Drafts first to end of columns that outputs share."""
+
+    columns: DraftColumns
+    first: int
+    end: int
+
+
+class DraftList(LazyList):
+    """Read-only list of the draft records of one output."""
+
+    __slots__ = ("_parts", "_records", "_sources")
+
+    def __init__(self, parts: Sequence[DraftPart], sources: Sequence[str]) -> None:
+        """Keep the parts until the first read; sources: names of the draft sources."""
+        self._parts, self._sources = parts, sources
+        self._records: list[DraftRecord] | None = None
+
+    @property
+    def records(self) -> list[DraftRecord]:
+        """Records of all drafts, made at the first read."""
+        if self._records is None:
+            self._records = []
+            for columns, first, end in self._parts:
+                self._records += columns.select(slice(first, end)).records(self._sources)
+            self._parts = ()
+        return self._records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.records[index]
+
+    def __iter__(self) -> Iterator[DraftRecord]:
+        return iter(self.records)
