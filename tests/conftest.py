@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import compile_once
 from draftproof.engine.step import warmup
 from draftproof.ops.cpu import executor
 from draftproof.ops.cpu.jit import parallel_compile, resident_memory
@@ -43,6 +44,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # programs that tests start use one thr
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Workers use all cores. Children of one would compile the device functions of their kernels again.
 parallel_compile.MAX_PROCESSES = 1
+compile_once.install()
 # Engines time their steps at start-up: longer than most tests of a real model, and of no use to them.
 MAX_TIMED_ROWS = 16
 warmup.TIMING_ROUNDS = 1

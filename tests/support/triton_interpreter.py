@@ -80,6 +80,11 @@ def _init_tensor(self, handle, type):  # type: ignore[no-untyped-def]
     self.shape, self.numel = type.tensor if type.is_block() else _SCALAR
 
 
+def _init_handle(self, data, dtype, attr=None):  # type: ignore[no-untyped-def]
+    """Store the fields; the interpreter compares the sizes of elements once more."""
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+
 def _numpy_type(kind):  # type: ignore[no-untyped-def]
     scalar = kind.scalar
     if scalar.name not in _numpy_types:
@@ -89,6 +94,7 @@ def _numpy_type(kind):  # type: ignore[no-untyped-def]
 
 _plain_block_type, tl.block_type.__init__ = tl.block_type.__init__, _init_block_type
 tl.tensor.__init__ = _init_tensor
+interpreter.TensorHandle.__init__ = _init_handle
 _plain_numpy_type, interpreter._get_np_dtype = interpreter._get_np_dtype, _numpy_type
 
 
@@ -164,19 +170,26 @@ def _broadcast(self, lhs, rhs):  # type: ignore[no-untyped-def]
 
 def _check_operands(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic_check=True, div_or_mod=False):  # type: ignore[no-untyped-def]
     """Return operands of one type and shape: equal types need no conversion, and constants are kept."""
-    if isinstance(lhs, tl.tensor):
-        dtype = lhs.dtype
-        if isinstance(rhs, tl.tensor):
-            if dtype is rhs.dtype and not dtype.is_ptr() and not (div_or_mod and dtype in _HALVES):
-                return _broadcast(self, lhs, rhs)
-        elif lhs.type.is_block() and arithmetic_check and not dtype.is_ptr() and isinstance(rhs, Number):
-            key = type(rhs), rhs, math.copysign(1, rhs), div_or_mod, lhs.type.key  # -0.0 equals 0.0
+    is_left, is_right = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
+    if is_left and is_right:
+        left, right = lhs.dtype, rhs.dtype
+        if left is right and not left.is_ptr() and not (div_or_mod and left in _HALVES):
+            return _broadcast(self, lhs, rhs)
+        if lhs_ptr and left.is_ptr() and right.is_int():
+            return _broadcast(self, lhs, rhs)
+    elif (is_left or is_right) and arithmetic_check:
+        tensor, number = (lhs, rhs) if is_left else (rhs, lhs)
+        if not tensor.dtype.is_ptr() and isinstance(number, Number):
+            kind = tensor.type.key if tensor.type.is_block() else tensor.dtype.name
+            key = type(number), number, math.copysign(1, number), div_or_mod, is_left, kind  # -0.0 equals 0.0
             if key not in _constants:
-                cast, constant = _plain_operands(self, lhs, rhs, lhs_ptr, rhs_ptr, True, div_or_mod)
+                pair = _plain_operands(self, lhs, rhs, lhs_ptr, rhs_ptr, True, div_or_mod)
+                cast, constant = pair if is_left else pair[::-1]
                 constant.handle.data.setflags(write=False)
                 _constants[key] = cast.dtype, constant
             dtype, constant = _constants[key]
-            return self.cast(lhs, dtype), constant
+            cast = self.cast(tensor, dtype)
+            return (cast, constant) if is_left else (constant, cast)
     return _plain_operands(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic_check, div_or_mod)
 
 
