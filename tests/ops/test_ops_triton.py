@@ -1,7 +1,8 @@
 """Checks of the triton backend under Triton's interpreter, all of them in one other process.
 
 `triton_checks` compares ops with the reference, `triton_layer_checks` the fused layers kernel with separate
-ops. Bits of a GPU are checked by `bench/micro/gpu/op_times.py`.
+ops, `triton_step_checks` step, sampling and draft ops with the reference. Bits of a GPU are checked by
+`bench/micro/gpu/op_times.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import step_cases
 from draftproof.errors import ConfigError
 from draftproof.ops import resolve
 
@@ -26,19 +28,21 @@ MODULES = (
     *("triton_checks", "triton_layer_checks", "triton_kv_checks"),
     *("triton_latent_checks", "triton_moe_checks"),
 )
+STEP_MODULE = "triton_step_checks"  # last: it changes the sizes of blocks
 CHECKS = [
     (module, node.name)
     for module in MODULES
     for node in ast.parse((SUPPORT / f"{module}.py").read_text()).body
     if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "check" for d in node.decorator_list)
 ]
+CHECKS += [(STEP_MODULE, name) for name in step_cases.CHECKS]
 
 
 @cache
 def failures() -> dict[str, dict[str, str]]:
     """Return the failure of each check of each module, "" if there is none."""
-    code = f"import sys; sys.path[:0] = {[str(SUPPORT), *sys.path]!r}; import {', '.join(MODULES)}; "
-    code += f"triton_checks.run_modules({MODULES!r})"
+    code = f"import sys; sys.path[:0] = {[str(SUPPORT), *sys.path]!r}; import triton_checks; "
+    code += f"triton_checks.run_modules({(*MODULES, STEP_MODULE)!r})"
     interpreted = {**os.environ, "TRITON_INTERPRET": "1"}  # in whatever order modules are imported
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=3600, env=interpreted

@@ -1,6 +1,6 @@
-"""Checks of the step ops under Triton's interpreter; `test_ops_step` runs this file as a process.
+"""Checks of the step ops under Triton's interpreter; `test_ops_triton` runs them in its process.
 
-Blocks are small, so that small cases have several of each.
+Blocks are small, so that small cases have several of each: import this module when others have run.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ layout.BLOCK = draft_search_kernels.BLOCK = draft_rounds.BLOCK = penalties.BLOCK
 logprobs.MAX_SCAN_PROGRAMS = draft_rounds.NUM_ENTRIES = topk.GROUP = 4
 lm_head_sample.TILES = ((5, Tile(16, 16, 64, 4, 2)), (1 << 30, Tile(16, 8, 64, 4, 2)))
 lm_head_sample.KEYS_PER_LOAD = 2
-# Maximum seeds of checks, which are slow in the interpreter.
-MAX_SEEDS = {"logprobs": 2, "search_suffix": 2, "search_ngram": 3}
-DEFAULT_MAX_SEEDS = 4
+# Seeds of checks that are slow in the interpreter.
+NUM_SEEDS = {"logprobs": 2, "search_suffix": 2, "search_ngram": 3}
+DEFAULT_NUM_SEEDS = 4
 
 
-def check_seeds(name: str, seeds: int) -> None:
+def check_seeds(name: str) -> None:
     """Run one check with several seeds."""
-    for seed in range(min(seeds, MAX_SEEDS.get(name, DEFAULT_MAX_SEEDS))):
+    for seed in range(NUM_SEEDS.get(name, DEFAULT_NUM_SEEDS)):
         try:
             CHECKS[name](triton_checks.ops, seed, Size())
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
 
 
-def main(seeds: int, only: list[str]) -> None:
-    """Run the checks of `step_cases`."""
-    triton_checks.run_checks({name: partial(check_seeds, name, seeds) for name in CHECKS}, only)
+triton_checks.CHECKS[__name__] = {name: partial(check_seeds, name) for name in CHECKS}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    triton_checks.run_checks(triton_checks.CHECKS[__name__], sys.argv[1:])
