@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
@@ -60,7 +61,8 @@ def peer(checkpoint: Checkpoint) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         tie_word_embeddings=c.tie_embeddings,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    with no_init_weights():  # random weights would take seconds; `load_state_dict` checks that none is left
+        model = transformers.LlamaForCausalLM(config).eval()
     state = {**checkpoint.tensors, "lm_head.weight": checkpoint.tensors["model.embed_tokens.weight"]}
     model.load_state_dict(state)
     return model
