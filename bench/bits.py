@@ -178,8 +178,8 @@ def record(
             continue
         records, counts = run_engine(case)
         found["cases"] |= records
-        gc.collect()
         if device == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()  # the next engine takes its share of the free memory
         print(f"{case.name}: {counts}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
         if save is not None:

@@ -66,7 +66,7 @@ def test_bundled_head_is_exact_and_saves_steps(smollm2, smollm2_path) -> None:
     ids = tokenizer.encode(f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n")
 
     def requests() -> list[Request]:
-        params = [SamplingParams(temperature=t, max_tokens=48, logprobs=3) for t in (0.0, 1.0)]
+        params = [SamplingParams(temperature=t, max_tokens=32, logprobs=3) for t in (0.0, 1.0)]
         return [tiny.request(i, p, prompt_token_ids=ids) for i, p in enumerate(params)]
 
     def engine(spec: dict[str, object] | None) -> Engine:
