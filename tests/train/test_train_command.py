@@ -212,6 +212,7 @@ def test_trainer_is_freed_before_the_next_trainer_or_engine_is_built(
     monkeypatch.setattr(Trainer, "__init__", init)
     assert train(model, prompts, tmp_path, "--phase", "generate") == 0
     monkeypatch.setattr(pipeline, "LLM", build_engine)
+    monkeypatch.setattr(pipeline, "gc", gc)
     gc.disable()
     try:
         assert all(train(model, prompts, tmp_path, "--phase", name) == 0 for name in ("train", "eval"))
