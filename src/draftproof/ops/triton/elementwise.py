@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_begin_pass, pdl_sync
+from draftproof.ops.triton.kernel_utils import (
+    launch_options,
+    next_power_of_two,
+    pdl_begin_pass,
+    pdl_launch_next,
+    pdl_sync,
+    pdl_wait,
+)
 
 MULTI_ROW_MIN_ROWS = 256  # above it a program takes several rows, to hide the latency of memory
 ROWS_PER_PROGRAM = 4  # at most
@@ -83,12 +90,13 @@ def rms_normed_rows(x, weight, eps, D: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def rms_norm_kernel(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """RMS norm of x [R, D] with weight [D] -> out [R, D]."""
-    pdl_sync(PDL)
+    pdl_launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
+    w = tl.load(weight + column, mask=column < D, other=0.0)
+    pdl_wait(PDL)
     value = tl.load(x + row * D + column, mask=column < D, other=0.0).to(tl.float32)
-    w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
-    y = rms_normed(value, w, eps, D, out.dtype.element_ty)
+    y = rms_normed(value, w.to(tl.float32), eps, D, out.dtype.element_ty)
     tl.store(out + row * D + column, y.to(out.dtype.element_ty), mask=column < D)
 
 
@@ -101,21 +109,23 @@ def add_rms_norm_kernel(
 
     x is normed before the sum with the weight output_norm [D], if that is not None.
     """
-    pdl_sync(PDL)
+    pdl_launch_next(PDL)
     row = tl.program_id(0) * ROWS_PER_PROGRAM + tl.arange(0, ROWS_PER_PROGRAM)
     column = tl.arange(0, BLOCK)
+    w = tl.load(weight + column, mask=column < D, other=0.0)
+    if output_norm is not None:
+        output_weight = tl.load(output_norm + column, mask=column < D, other=0.0)
+    pdl_wait(PDL)
     here = row.to(tl.int64)[:, None] * D + column[None, :]
     ok = (row < R)[:, None] & (column < D)[None, :]
     a = tl.load(x + here, mask=ok, other=0.0).to(residual.dtype.element_ty).to(tl.float32)
     b = tl.load(residual + here, mask=ok, other=0.0).to(tl.float32)
-    w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
     if output_norm is not None:
-        output_weight = tl.load(output_norm + column, mask=column < D, other=0.0).to(tl.float32)
-        a = rms_normed_rows(a, output_weight, eps, D, dtype).to(dtype).to(tl.float32)
+        a = rms_normed_rows(a, output_weight.to(tl.float32), eps, D, dtype).to(dtype).to(tl.float32)
     summed = (a + b).to(total.dtype.element_ty)
     tl.store(total + here, summed, mask=ok)
-    y = rms_normed_rows(summed.to(tl.float32), w, eps, D, dtype)
+    y = rms_normed_rows(summed.to(tl.float32), w.to(tl.float32), eps, D, dtype)
     tl.store(out + here, y.to(dtype), mask=ok)
 
 

@@ -32,23 +32,37 @@ EARLY_ROWS = 256  # rows up to which kernels are launched early; with more a wai
 
 
 @triton.jit
-def pdl_sync(PDL: tl.constexpr):
-    """Allow the next kernel to start, then wait until the previous kernel has completed.
+def pdl_launch_next(PDL: tl.constexpr):
+    """Allow the next kernel to start: first statement of a kernel with programmatic dependent launch (PDL).
 
-    First statement of a kernel with programmatic dependent launch (PDL): such a kernel may be resident
-    before the kernel that it depends on has completed. Nothing is read or written before this call.
+    Such a kernel may be resident before the kernel that it depends on has completed. Until `pdl_wait` it
+    reads weights only, and writes nothing.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait until the previous kernel has completed."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def pdl_sync(PDL: tl.constexpr):
+    """Do `pdl_launch_next`, then `pdl_wait`."""
+    pdl_launch_next(PDL)
+    pdl_wait(PDL)
 
 
 @triton.jit
 def pdl_begin_pass(PDL: tl.constexpr):
     """Do `pdl_sync` in the other order: the next kernel starts after the end of all kernels before this one.
 
-    Every forward pass launches a kernel with this first statement before its first attention, so attention
-    kernels may read slots, positions and keys of earlier passes before their own wait.
+    Every forward pass launches a kernel with this first statement before its first attention. So kernels of
+    attention, and of what is stored for it, may read slots, positions and keys of earlier passes before their
+    own wait.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

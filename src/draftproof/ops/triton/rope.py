@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.ops import Attention, Rows
 from draftproof.ops.triton.attention.kv_cache import store_kv
-from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_launch_next, pdl_wait
 
 HEADS_PER_PROGRAM = 16  # fixed, so that the norm of a head has one reduction tree
 
@@ -25,8 +25,11 @@ def rope_store_kernel(
     PAGE: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate qkv [R, TOTAL * D]: q to out [R, NUM_Q * D], k and v to the cache."""
-    pdl_sync(PDL)
+    """Rotate qkv [R, TOTAL * D]: q to out [R, NUM_Q * D], k and v to the cache.
+
+    All that depends on the row's position alone is read before the wait; see `pdl_begin_pass`.
+    """
+    pdl_launch_next(PDL)
     TOTAL: tl.constexpr = NUM_Q + 2 * NUM_KV
     MIDDLE: tl.constexpr = D // 2
     dtype: tl.constexpr = out.dtype.element_ty
@@ -34,6 +37,17 @@ def rope_store_kernel(
     head = tl.program_id(1) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)  # [HEADS]
     j = tl.arange(0, HALF)
     valid = (head < TOTAL)[:, None] & (j < MIDDLE)[None, :]
+    if Q_NORM:
+        w1 = tl.load(q_norm + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
+        w2 = tl.load(q_norm + MIDDLE + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
+    if K_NORM:
+        w3 = tl.load(k_norm + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
+        w4 = tl.load(k_norm + MIDDLE + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
+    angle = rope + tl.load(positions + row) * D + j
+    cos = tl.load(angle, mask=j < MIDDLE, other=0.0)[None, :]
+    sin = tl.load(angle + MIDDLE, mask=j < MIDDLE, other=0.0)[None, :]
+    index, slot = tl.load(kv_index + row), tl.load(slots + row)
+    pdl_wait(PDL)
     is_q, is_v = head < NUM_Q, head >= NUM_Q + NUM_KV
     source = qkv + row * TOTAL * D + head[:, None] * D + j[None, :]
     first = tl.load(source, mask=valid, other=0.0).to(tl.float32)  # [HEADS, HALF]
@@ -43,26 +57,18 @@ def rope_store_kernel(
         scale = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / D + eps)[:, None]
         x_unit, y_unit = (x * scale).to(dtype).to(tl.float32), (y * scale).to(dtype).to(tl.float32)
         if Q_NORM:
-            w1 = tl.load(q_norm + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
-            w2 = tl.load(q_norm + MIDDLE + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
             x = tl.where(is_q[:, None], (x_unit * w1).to(dtype).to(tl.float32), x)
             y = tl.where(is_q[:, None], (y_unit * w2).to(dtype).to(tl.float32), y)
         if K_NORM:
-            w3 = tl.load(k_norm + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
-            w4 = tl.load(k_norm + MIDDLE + j, mask=j < MIDDLE, other=0.0).to(tl.float32)[None, :]
             x = tl.where(is_q[:, None], x, (x_unit * w3).to(dtype).to(tl.float32))
             y = tl.where(is_q[:, None], y, (y_unit * w4).to(dtype).to(tl.float32))
-    angle = rope + tl.load(positions + row) * D + j
-    cos = tl.load(angle, mask=j < MIDDLE, other=0.0)[None, :]
-    sin = tl.load(angle + MIDDLE, mask=j < MIDDLE, other=0.0)[None, :]
     low = tl.where(is_v[:, None], first, x * cos - y * sin).to(dtype)
     high = tl.where(is_v[:, None], second, y * cos + x * sin).to(dtype)
     q_at = out + row * NUM_Q * D + head[:, None] * D + j[None, :]
     tl.store(q_at, low, mask=valid & is_q[:, None])
     tl.store(q_at + MIDDLE, high, mask=valid & is_q[:, None])
     kv_head = tl.where(is_v, head - NUM_KV, head) - NUM_Q
-    index = tl.load(kv_index + row)
-    stored = valid & (head >= NUM_Q)[:, None] & (tl.load(slots + row) >= 0)
+    stored = valid & (head >= NUM_Q)[:, None] & (slot >= 0)
     plane_offset = tl.where(is_v, plane, 0)[:, None]
     store_kv(cache, plane_offset, index, kv_head[:, None], j[None, :], low, high, stored, NUM_KV, D, PAGE)
 
