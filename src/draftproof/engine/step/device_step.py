@@ -140,8 +140,8 @@ class DeviceStep:
         logits, usual = self.ops.runtime.bucket(max(1, planned.num_logits)), self.num_output_rows(rows)
         output_rows = 0 if keep_hidden or planned.needs_prompt_rows else usual
         forward: Callable[[], Tensor] = partial(self._forward_only, rows, output_rows)
-        if output_rows == usual:  # other sizes are too rare and too large to be captured during a request
-            forward = self.graphs.get(self.forward_task(rows))
+        if output_rows == usual or planned.needs_prompt_rows:  # prompts with logprobs come in numbers
+            forward = self.graphs.get(self.forward_task(rows, output_rows))
         task = self.verify_task(logits, features)
         if not planned.num_logits:
             verify: Callable[[], StepTensors] = partial(self._advance_prompts, features)
@@ -229,10 +229,10 @@ class DeviceStep:
         function = partial(self._decode_step, rows, features)
         return GraphTask(GraphKey("decode", rows, variant=features), function)
 
-    def forward_task(self, rows: int) -> GraphTask[Tensor]:
-        """Return layout and forward pass of a step with prompts."""
-        count = self.num_output_rows(rows)
-        return GraphTask(GraphKey("forward", rows, count), partial(self._forward_only, rows, count))
+    def forward_task(self, rows: int, output_rows: int) -> GraphTask[Tensor]:
+        """Return layout and forward pass of a step with prompts, with all rows if `output_rows` is 0."""
+        function = partial(self._forward_only, rows, output_rows)
+        return GraphTask(GraphKey("forward", rows, output_rows), function)
 
     def verify_task(self, logits: int, features: StepFeatures) -> GraphTask[StepTensors]:
         """Return everything behind the forward pass, for `logits` logits rows."""

@@ -54,7 +54,7 @@ class WarmUp:
         tasks: list[GraphTask[Any]] = [
             step.draft_task(*size) for size in captured_graphs(self._drafting, sizes)
         ]
-        tasks += [step.forward_task(size) for size in sizes]
+        tasks += [step.forward_task(size, step.num_output_rows(size)) for size in sizes]
         for one, size in product(features, decoding):
             tasks += [step.decode_task(size, one), step.verify_task(size, one)]
         compile_only = [step.draft_task(*size).function for size in compiled_drafts(self._drafting, sizes)]
