@@ -11,7 +11,6 @@ samples with noise that no choice depended on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +18,12 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import Ops, Rows, TokenLogprobs
+from draftproof.models.draft_head.model import DraftHeadModel
+from draftproof.ops import Ops, Rows
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Calibration
-from draftproof.types import DeviceBatch, Draft, DraftRanking, DraftSpec, Windows
+from draftproof.propose.draft_ranks import DraftRanks
+from draftproof.types import DeviceBatch, Draft, DraftSpec, Windows
 
 DRAFT_SAMPLING = ("shared", "argmax")  # with the target's noise; the likeliest token at any temperature
 
@@ -49,7 +50,11 @@ class DraftRounds:
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.spec: DraftSpec = batch.spec
         self.draft_rows = ops.rounds.plan_draft_rows(batch, last, batch.spec.rounds, lag, page_size)
-        self._rankings: list[TokenLogprobs] = []
+        temperature = batch.columns.temperature[batch.slots.clamp(min=0)]
+        self._ranks: DraftRanks | None = None
+        if batch.spec.needs_logprobs:
+            self._ranks = DraftRanks(ops, temperature, len(self.draft_rows.tokens), batch.spec.top)
+        self._vocabulary: Tensor | None = None  # token of each column of the scores; None: the columns
         self._probs: list[Tensor] = []
         self.draft_probs: Tensor | None = None  # [B] the model's probability of each entry's last draft
         self._costs = batch.costs
@@ -58,15 +63,15 @@ class DraftRounds:
             self.draft_probs = torch.ones(len(last), device=last.device)
             self._lines: list[int] = batch.slots.tolist()
             self._calibration.learn(batch.columns, self._lines)
-            self._is_sampled = (batch.columns.temperature[batch.slots.clamp(min=0)] > 0).tolist()
+            self._is_sampled = (temperature > 0).tolist()
             self._count: list[int] = self.draft_rows.count.tolist()
             self._survival = [1.0] * len(self._lines)  # probability that all drafts so far are accepted
             self._bins: list[list[int]] = [[] for _ in self._lines]
 
     @property
-    def needs_tokens_only(self) -> bool:
-        """Return whether no entry truncates its distribution or needs more than the drafts."""
-        return not (self.spec.needs_processed or self.spec.needs_logprobs or self.spec.needs_probs)
+    def needs_logits(self) -> bool:
+        """Return whether an entry truncates its distribution or needs all of it."""
+        return self.spec.needs_processed or self.spec.needs_probs
 
     def rows(self, j: int) -> Rows:
         """Return the rows of round j, one per entry: of draft j - 1, or of the newest committed token."""
@@ -103,15 +108,14 @@ class DraftRounds:
         self.draft_rows.tokens[j].copy_(token)
         if self.draft_probs is None and not self.spec.needs_logprobs and not self.spec.needs_probs:
             return
+        if self._ranks is not None:
+            scores, is_scaled = (logits, False) if logprobs is None else (logprobs, True)
+            self._ranks.add(j, windows.slot, scores, token, is_scaled)
+            if self.draft_probs is None and not self.spec.needs_probs:
+                return
         temperature = self.columns.temperature[self.slots.clamp(min=0)]
         if logprobs is None:
             logprobs = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        if self.spec.needs_logprobs:
-            entries = torch.arange(len(token), device=token.device)
-            rows = torch.where(windows.slot >= 0, entries, -1)
-            self._rankings.append(self.ops.sampling.logprobs(logprobs, rows, token, self.spec.top))
-            if self.draft_probs is None and not self.spec.needs_probs:
-                return
         logprobs = logprobs - self.ops.sampling.logsumexp(logprobs)[:, None]
         if self.draft_probs is not None:
             self.draft_probs.copy_(logprobs.gather(1, token[:, None])[:, 0].exp())
@@ -119,6 +123,13 @@ class DraftRounds:
             certain = torch.zeros_like(logprobs).scatter_(1, token[:, None], 1.0)
             sampled = (temperature > 0)[:, None] & (not self.greedy)
             self._probs.append(torch.where(sampled, logprobs.exp(), certain))
+
+    def rank_beside(self, j: int, row: Tensor, model: DraftHeadModel) -> None:
+        """Compute the logprobs of draft j beside the ops that follow, from its row [B, hidden]."""
+        assert self._ranks is not None
+        self._vocabulary = model.ids
+        slots, tokens = self.draft_rows.slots[j], self.draft_rows.tokens[j]
+        self._ranks.add_beside(j, slots, row, model.draft_logits, lambda: model.draft_ids(tokens))
 
     def should_continue(self, j: int) -> bool:
         """Return whether another round follows draft j, and stop the chains for which it does not pay.
@@ -164,20 +175,10 @@ class DraftRounds:
             drafts = [line[:count] for line, count in zip(tokens, self._count, strict=True)]
             self._calibration.record(self.columns, self._lines, drafts, self._bins)
         logprobs = ranking = None
-        if self._rankings:
-            own = [one.values[:, 0] for one in self._rankings]
-            logprobs, ranking = self._stack(own, torch.full_like(own[0], math.nan)), self._ranking()
+        if self._ranks is not None:
+            logprobs, ranking = self._ranks.finish(self._vocabulary)
         probs = self._stack(self._probs, torch.zeros_like(self._probs[0])) if self._probs else None
         return Draft(self.draft_rows.tokens.t(), self.draft_rows.count, logprobs, probs, ranking=ranking)
-
-    def _ranking(self) -> DraftRanking:
-        """Stack the ranks and likeliest tokens of all rounds."""
-        first = self._rankings[0]
-        return DraftRanking(
-            self._stack([one.ranks for one in self._rankings], torch.zeros_like(first.ranks)),
-            self._stack([one.ids for one in self._rankings], torch.zeros_like(first.ids)),
-            self._stack([one.values[:, 1:] for one in self._rankings], torch.zeros_like(first.values[:, 1:])),
-        )
 
     def _stack(self, columns: list[Tensor], padding: Tensor) -> Tensor:
         """Stack [B, ...] of each round to [B, K, ...]."""

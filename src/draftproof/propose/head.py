@@ -195,9 +195,12 @@ class HeadProposer(ModelProposer):
         self, rounds: DraftRounds, j: int, model: DraftHeadModel, row: Tensor, at: Tensor | None
     ) -> Tensor:
         """Sample draft j of each entry from row `at` of each, or from the rows; return those [B, hidden]."""
-        if rounds.needs_tokens_only:
+        ranks = rounds.spec.needs_logprobs
+        if not rounds.needs_logits and (not ranks or model.can_rank(rounds.spec.top)):
             tokens = rounds.draft_rows.tokens[j]
             row = model.sample(row, at, rounds.windows(j), self.greedy, tokens, rounds.draft_probs)
+            if ranks:
+                rounds.rank_beside(j, row, model)
         else:
             row = row if at is None else row[at.clamp(min=0)]
             rounds.sample(j, model.logits(row))

@@ -1,0 +1,75 @@
+"""Logprobs, ranks and likeliest tokens of drafts by the drafter, for requests that report drafts.
+
+The next round needs the draft alone. So the logprobs of a round are computed beside the rounds that follow,
+where the drafter can give the logits of a row again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from draftproof.ops import Ops, TokenLogprobs
+from draftproof.types import DraftRanking
+
+
+class DraftRanks:
+    """Logprobs of B drafts in each of K rounds, under the temperature of each request."""
+
+    def __init__(self, ops: Ops, temperature: Tensor, rounds: int, top: int) -> None:
+        """Allocate the results; temperature [B] of the entries, top: likeliest tokens of each draft.
+
+        Drafts that are not added have NaN as their logprob and rank 0.
+        """
+        shape, device = (rounds, len(temperature)), temperature.device
+        self._ops, self._top = ops, top
+        self._values = torch.full((*shape, 1 + top), math.nan, device=device)
+        self._ids = torch.zeros((*shape, top), dtype=torch.int64, device=device)
+        self._ranks = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
+        self._entries = torch.arange(len(temperature), device=device)
+        self._unfinished: list[Callable[[], None]] = []
+        self._rows: list[Tensor] = []  # input of unfinished rounds: the allocator must not reuse the memory
+
+    def add(self, j: int, slots: Tensor, scores: Tensor, tokens: Tensor, is_scaled: bool = False) -> None:
+        """Compute the logprobs of the drafts of round j.
+
+        slots [B]; -1: no draft. scores [B, V] logits, or with `is_scaled` processed ones. tokens [B]: columns
+        of `scores`.
+        """
+        rows = torch.where(slots >= 0, self._entries, -1)
+        out = TokenLogprobs(self._values[j], self._ids[j], self._ranks[j])
+        scores = scores if is_scaled else scores / self._scale
+        self._ops.sampling.logprobs(scores, rows, tokens, self._top, out)
+
+    def add_beside(
+        self,
+        j: int,
+        slots: Tensor,
+        row: Tensor,
+        scores: Callable[[Tensor], Tensor],
+        columns: Callable[[], Tensor],
+    ) -> None:
+        """Compute the logprobs of round j beside the ops that follow, which may overwrite row [B, hidden].
+
+        scores: logits [B, V] of rows. columns: columns of these logits [B] that hold the drafts.
+        """
+        row = row.clone()
+        self._rows.append(row)
+        self._unfinished.append(
+            self._ops.runtime.run_parallel(lambda: self.add(j, slots, scores(row), columns()))
+        )
+
+    def finish(self, vocabulary: Tensor | None) -> tuple[Tensor, DraftRanking]:
+        """Return the logprobs [B, K] of all drafts and their ranking.
+
+        vocabulary [V]: token of each column of the scores; None: the columns are tokens.
+        """
+        for join in self._unfinished:
+            join()
+        ids = self._ids if vocabulary is None else vocabulary[self._ids]
+        values, ids, ranks = (each.transpose(0, 1) for each in (self._values, ids, self._ranks))
+        return values[..., 0], DraftRanking(ranks, ids, values[..., 1:])
