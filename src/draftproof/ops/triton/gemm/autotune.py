@@ -45,7 +45,7 @@ MAX_WEIGHT_BYTES = 128 << 20  # of weights that a measurement rotates through: m
 
 # Maximum rows of a bucket -> tiles to measure beside the default tiles of its rows; other buckets: none.
 EXTRA_CANDIDATES: dict[int, tuple[Tile, ...]] = {
-    16: (Tile(16, 16, 256, 2, 6, True), Tile(16, 32, 256, 4, 8, True)),
+    16: (Tile(16, 16, 256, 2, 6, True), Tile(16, 32, 256, 4, 8, True), Tile(16, 64, 256, 4, 4, True)),
     32: (Tile(64, 32, 128, 4, 8),),
     64: (Tile(64, 64, 128, 4, 6), Tile(64, 32, 256, 4, 4)),
     128: (Tile(64, 16, 64, 4, 6), Tile(64, 64, 128, 4, 5)),
