@@ -50,10 +50,9 @@ class DraftRounds:
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.spec: DraftSpec = batch.spec
         self.draft_rows = ops.rounds.plan_draft_rows(batch, last, batch.spec.rounds, lag, page_size)
-        temperature = batch.columns.temperature[batch.slots.clamp(min=0)]
         self._ranks: DraftRanks | None = None
         if batch.spec.needs_logprobs:
-            self._ranks = DraftRanks(ops, temperature, len(self.draft_rows.tokens), batch.spec.top)
+            self._ranks = DraftRanks(ops, self._temperature(), len(self.draft_rows.tokens), batch.spec.top)
         self._vocabulary: Tensor | None = None  # token of each column of the scores; None: the columns
         self._probs: list[Tensor] = []
         self.draft_probs: Tensor | None = None  # [B] the model's probability of each entry's last draft
@@ -63,7 +62,7 @@ class DraftRounds:
             self.draft_probs = torch.ones(len(last), device=last.device)
             self._lines: list[int] = batch.slots.tolist()
             self._calibration.learn(batch.columns, self._lines)
-            self._is_sampled = (temperature > 0).tolist()
+            self._is_sampled = (self._temperature() > 0).tolist()
             self._count: list[int] = self.draft_rows.count.tolist()
             self._survival = [1.0] * len(self._lines)  # probability that all drafts so far are accepted
             self._bins: list[list[int]] = [[] for _ in self._lines]
@@ -113,7 +112,7 @@ class DraftRounds:
             self._ranks.add(j, windows.slot, scores, token, is_scaled)
             if self.draft_probs is None and not self.spec.needs_probs:
                 return
-        temperature = self.columns.temperature[self.slots.clamp(min=0)]
+        temperature = self._temperature()
         if logprobs is None:
             logprobs = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
         logprobs = logprobs - self.ops.sampling.logsumexp(logprobs)[:, None]
@@ -123,6 +122,10 @@ class DraftRounds:
             certain = torch.zeros_like(logprobs).scatter_(1, token[:, None], 1.0)
             sampled = (temperature > 0)[:, None] & (not self.greedy)
             self._probs.append(torch.where(sampled, logprobs.exp(), certain))
+
+    def _temperature(self) -> Tensor:
+        """Return the temperature [B] of the entries."""
+        return self.columns.temperature[self.slots.clamp(min=0)]
 
     def rank_beside(self, j: int, row: Tensor, model: DraftHeadModel) -> None:
         """Compute the logprobs of draft j beside the ops that follow, from its row [B, hidden]."""
