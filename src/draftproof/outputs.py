@@ -188,7 +188,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     provenance: list[str] = field(default_factory=list)  # "plain", "accepted:ngram", "recovered", "bonus"
     text_offsets: list[int] = field(default_factory=list)
-    drafts: Sequence[DraftRecord] | None = None  # with `include_draft_logprobs`
+    drafts: Sequence[DraftRecord] | None = None  # with `include_draft_logprobs`; made when they are read
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -233,6 +233,34 @@ def attention_passes(
     return passes
 
 
+def store_launches(
+    triton_ops: Any, kind: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> list[Any]:
+    """Return the kernels of a head that stores KV without drafting."""
+    store = DraftHeadModel.store
+
+    def stored(self: DraftHeadModel, rows: Rows, feature: Any, caches: Any) -> Any:
+        self.ops.forward.begin_pass(rows)  # begins the list of kernels
+        store(self, rows, feature, caches)
+
+    monkeypatch.setattr(DraftHeadModel, "forward", stored)
+    return attention_passes(triton_ops, kind, monkeypatch, **fields)[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("eagle3", {}), ("eagle3", {"norm_before_residual": True}), ("mtp", {})]
+)
+def test_stored_rows_wait_for_earlier_kernels(
+    kind: str, fields: dict[str, Any], triton_ops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check what kernels that store KV rely on: they may read slots and positions before their wait."""
+    kernels = store_launches(triton_ops, kind, monkeypatch, fields)
+    names = [kernel.fn.__name__ for kernel in kernels]
+    stores = [name for name in names if name in ("rope_store_kernel", "fused_linear_kernel")]
+    first = names.index(stores[0])
+    assert any("pdl_begin_pass(PDL)" in kernel.src for kernel in kernels[:first])
+
+
 PASSES: list[tuple[str, dict[str, Any]]] = [
     ("decoder", {}),
     ("decoder", {"architecture": "mixtral"}),

@@ -199,8 +199,8 @@ def test_prompt_logprobs_that_ignore_the_chunk_are_detected(monkeypatch):
     """Score rows of a later chunk as if they were the first of the prompt."""
     whole = queued_logprobs._queue_prompt
 
-    def broken(device, planned, b, computed, hidden, queued):
-        whole(device, planned, b, 0, hidden, queued)
+    def broken(device, planned, b, computed, hidden):
+        return whole(device, planned, b, 0, hidden)
 
     defect = lambda: monkeypatch.setattr(queued_logprobs, "_queue_prompt", broken)  # noqa: E731
     check_detected(defect, "prompt logprobs", Case(0, "none", 0.0, length=40), chunk=16)

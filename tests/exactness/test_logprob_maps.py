@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftproof.outputs import CompletionOutput, Logprob, LogprobRow
+from draftproof.outputs import CompletionOutput, DraftColumns, DraftRecord, Logprob, LogprobRow
+from draftproof.text.bulk.draft_list import DraftList, DraftPart
 from draftproof.text.bulk.logprob_rows import pack_rows
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
 
@@ -111,3 +112,33 @@ def test_copies_are_plain_lists() -> None:
     for made in (pickle.loads(pickle.dumps(maps())), copy.deepcopy(maps())):
         assert type(made) is list and made == PLAIN
     assert asdict(CompletionOutput(0, 1, logprobs=maps()))["logprobs"] == PLAIN
+
+
+def test_draft_list_equals_a_list_of_records() -> None:
+    columns = DraftColumns(
+        entry=np.array([0, 0, 1]),
+        token=np.array([3, 4, 5]),
+        position=np.array([0, 1, 7]),
+        source=np.array([0, 1, 0], np.int8),
+        accepted=np.array([True, False, False]),
+        draft_logprob=np.array([np.nan, -0.5, -1.5], np.float32),
+        target_logprob=np.array([-0.25, -2.0, -3.0], np.float32),
+        rank=np.array([0, 2, 1]),
+        top_width=np.array([0, 1, 2]),
+        top_ids=np.array([[0, 0], [9, 0], [5, 8]]),
+        top_logprobs=np.array([[0, 0], [-0.125, 0], [-1.5, -2.5]], np.float32),
+    )
+    plain = [
+        DraftRecord(3, 0, "ngram", True, None, -0.25),
+        DraftRecord(4, 1, "eagle3", False, -0.5, -2.0, 2, ((9, -0.125),)),
+        DraftRecord(5, 7, "ngram", False, -1.5, -3.0, 1, ((5, -1.5), (8, -2.5))),
+    ]
+
+    def drafts() -> DraftList:
+        return DraftList([DraftPart(columns, 0, 2), DraftPart(columns, 2, 3)], ("ngram", "eagle3"))
+
+    assert drafts() == plain == list(drafts()) and plain == drafts() and drafts() != plain[:2]
+    assert len(drafts()) == 3 and drafts()[1:] == plain[1:] and drafts() + plain[:1] == [*plain, plain[0]]
+    for copied in (pickle.loads(pickle.dumps(drafts())), copy.deepcopy(drafts())):
+        assert type(copied) is list and copied == plain
+    assert repr(drafts()) == repr(plain) and DraftList([], ()) == []

@@ -28,6 +28,7 @@ from draftproof.serve.ipc.frame import (
     pack,
     unpack,
 )
+from draftproof.text.bulk.output_table import OutputTable
 from draftproof.types import NUM_DRAFT, TOKENS, LogprobKind, Request
 from frames import STATS, Step, random_step, sealed
 from fuzzing import fuzz
@@ -222,6 +223,29 @@ def test_frame_bytes_are_pinned() -> None:
     frame = step.frame(5)
     check_same(step, frame, [0, 1, 2, 3, 4])
     assert [frame[i : i + 48].hex() for i in range(0, len(frame), 48)] == GOLDEN.split()
+
+
+def test_step_of_prompts_alone_is_added_to_outputs_with_named_ids() -> None:
+    """No request commits a token, so the step has no logprobs of tokens; prompts have theirs."""
+    params = SamplingParams(logprob_token_ids=[3, 4], prompt_logprobs=0)
+    requests = [Request(id=str(i), prompt_token_ids=[1, 2, 3], params=params, seed=i) for i in range(2)]
+    rows = [LogprobRow([2], [-1.5], [7])]
+    results = StepResults(
+        requests=requests,
+        table=np.zeros((2, TOKENS + 3), np.int64),
+        columns={},
+        sources=("one", "two"),
+        host_outputs={0: HostOutput(prompt_logprobs=rows)},
+    )
+    step = Step(results, [5, 6], Bounds(40, 2, 2), {})
+    _, received = decoded(step, step.frame())
+    for found in (results, received):
+        table = OutputTable(40, 2, found.sources)
+        outputs = [table.new_output(0, request, None) for request in requests]
+        lines = np.array([table.open(output) for output in outputs])
+        assert table.add(lines, found.table, found.source, found.columns, {}) == []
+        assert [table.close(output, "abort", None, None).logprobs for output in outputs] == [[], []]
+        assert found.host_outputs[0].prompt_logprobs == rows
 
 
 def test_invalid_frame_error_names_the_cause() -> None:

@@ -17,6 +17,7 @@ import proposers
 from draftproof import SamplingParams
 from draftproof.engine.step.step_results import StepResults
 from draftproof.text.bulk.output import StopScanner
+from draftproof.text.streaming_output import StreamingOutput
 from text_pieces import CONFIG, FIRST, PIECES, Always, make_llm, seen
 
 
@@ -177,16 +178,35 @@ def test_all_logprobs_of_a_small_vocabulary(make, given_params, mode):
     assert [event.logprobs for event in llm.stream("ab", got)] == whole.logprobs
 
 
-def test_control_tokens_kept_after_a_stop_string_are_detected(llms, monkeypatch):
-    push = StopScanner.push
+def keeping_push(push):
+    """Return `StopScanner.push` that keeps the tokens after a stop string."""
 
     def broken(self, tokens, hides_last):
         push(self, tokens, hides_last)
         return len(tokens)
 
+    return broken
+
+
+def keeping_texts(_):
+    """Return `StreamingOutput._visible_texts` that keeps the tokens after a stop string."""
+
+    def broken(self, step):
+        return [self._stops.push([self._piece(step, i, token)]) for i, token in enumerate(step.token_ids)]
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "broken"),
+    [(StopScanner, "push", keeping_push), (StreamingOutput, "_visible_texts", keeping_texts)],
+)
+def test_control_tokens_kept_after_a_stop_string_are_detected(llms, monkeypatch, target, name, broken):
+    if target is StreamingOutput:  # build every output token by token
+        monkeypatch.setattr("draftproof.frontend.request_tracker.has_long_logprobs", lambda *_: True)
     stop = checked_output(llms, ignore_eos=True).text[4:7]
     assert checked_output(llms, ignore_eos=True, stop=[stop]).finish_reason == "stop"
-    monkeypatch.setattr(StopScanner, "push", broken)
+    monkeypatch.setattr(target, name, broken(getattr(target, name)))
     with pytest.raises(AssertionError):
         checked_output(llms, ignore_eos=True, stop=[stop])
 

@@ -22,7 +22,7 @@ class DraftRanks:
     def __init__(self, ops: Ops, temperature: Tensor, rounds: int, top: int) -> None:
         """Allocate the results; temperature [B] of the entries, top: likeliest tokens of each draft.
 
-        Drafts that are not added have NaN as their logprob and rank 0.
+        Drafts of rounds that are not added have NaN as their logprob and rank 0.
         """
         shape, device = (rounds, len(temperature)), temperature.device
         self._ops, self._top = ops, top
@@ -35,10 +35,9 @@ class DraftRanks:
         self._rows: list[Tensor] = []  # input of unfinished rounds: the allocator must not reuse the memory
 
     def add(self, j: int, slots: Tensor, scores: Tensor, tokens: Tensor, is_scaled: bool = False) -> None:
-        """Compute the logprobs of the drafts of round j.
+        """Compute the logprobs of the drafts `tokens` [B] of round j.
 
-        slots [B]; -1: no draft. scores [B, V] logits, or with `is_scaled` processed ones. tokens [B]: columns
-        of `scores`.
+        slots [B]; -1: no draft. scores [B, V] are logits, or with `is_scaled` processed ones.
         """
         rows = torch.where(slots >= 0, self._entries, -1)
         out = TokenLogprobs(self._values[j], self._ids[j], self._ranks[j])
@@ -46,30 +45,21 @@ class DraftRanks:
         self._ops.sampling.logprobs(scores, rows, tokens, self._top, out)
 
     def add_beside(
-        self,
-        j: int,
-        slots: Tensor,
-        row: Tensor,
-        scores: Callable[[Tensor], Tensor],
-        columns: Callable[[], Tensor],
+        self, j: int, slots: Tensor, row: Tensor, logits: Callable[[Tensor], Tensor], tokens: Tensor
     ) -> None:
         """Compute the logprobs of round j beside the ops that follow, which may overwrite row [B, hidden].
 
-        scores: logits [B, V] of rows. columns: columns of these logits [B] that hold the drafts.
+        logits: of rows, [B, V].
         """
         row = row.clone()
         self._rows.append(row)
         self._unfinished.append(
-            self._ops.runtime.run_parallel(lambda: self.add(j, slots, scores(row), columns()))
+            self._ops.runtime.run_parallel(lambda: self.add(j, slots, logits(row), tokens))
         )
 
-    def finish(self, vocabulary: Tensor | None) -> tuple[Tensor, DraftRanking]:
-        """Return the logprobs [B, K] of all drafts and their ranking.
-
-        vocabulary [V]: token of each column of the scores; None: the columns are tokens.
-        """
+    def finish(self) -> tuple[Tensor, DraftRanking]:
+        """Return the logprobs [B, K] of all drafts and their ranking."""
         for join in self._unfinished:
             join()
-        ids = self._ids if vocabulary is None else vocabulary[self._ids]
-        values, ids, ranks = (each.transpose(0, 1) for each in (self._values, ids, self._ranks))
+        values, ids, ranks = (each.transpose(0, 1) for each in (self._values, self._ids, self._ranks))
         return values[..., 0], DraftRanking(ranks, ids, values[..., 1:])

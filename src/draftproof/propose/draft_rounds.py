@@ -11,14 +11,13 @@ samples with noise that no choice depended on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.models.draft_head.model import DraftHeadModel
 from draftproof.ops import Ops, Rows
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Calibration
@@ -53,7 +52,6 @@ class DraftRounds:
         self._ranks: DraftRanks | None = None
         if batch.spec.needs_logprobs:
             self._ranks = DraftRanks(ops, self._temperature(), len(self.draft_rows.tokens), batch.spec.top)
-        self._vocabulary: Tensor | None = None  # token of each column of the scores; None: the columns
         self._probs: list[Tensor] = []
         self.draft_probs: Tensor | None = None  # [B] the model's probability of each entry's last draft
         self._costs = batch.costs
@@ -127,12 +125,13 @@ class DraftRounds:
         """Return the temperature [B] of the entries."""
         return self.columns.temperature[self.slots.clamp(min=0)]
 
-    def rank_beside(self, j: int, row: Tensor, model: DraftHeadModel) -> None:
-        """Compute the logprobs of draft j beside the ops that follow, from its row [B, hidden]."""
+    def rank_beside(self, j: int, row: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
+        """Compute the logprobs of draft j beside the ops that follow.
+
+        row [B, hidden]: rows that the drafts were sampled from. logits: of rows, [B, V].
+        """
         assert self._ranks is not None
-        self._vocabulary = model.ids
-        slots, tokens = self.draft_rows.slots[j], self.draft_rows.tokens[j]
-        self._ranks.add_beside(j, slots, row, model.draft_logits, lambda: model.draft_ids(tokens))
+        self._ranks.add_beside(j, self.draft_rows.slots[j], row, logits, self.draft_rows.tokens[j])
 
     def should_continue(self, j: int) -> bool:
         """Return whether another round follows draft j, and stop the chains for which it does not pay.
@@ -179,7 +178,7 @@ class DraftRounds:
             self._calibration.record(self.columns, self._lines, drafts, self._bins)
         logprobs = ranking = None
         if self._ranks is not None:
-            logprobs, ranking = self._ranks.finish(self._vocabulary)
+            logprobs, ranking = self._ranks.finish()
         probs = self._stack(self._probs, torch.zeros_like(self._probs[0])) if self._probs else None
         return Draft(self.draft_rows.tokens.t(), self.draft_rows.count, logprobs, probs, ranking=ranking)
 

@@ -196,16 +196,23 @@ class HeadProposer(ModelProposer):
     ) -> Tensor:
         """Sample draft j of each entry from row `at` of each, or from the rows; return those [B, hidden]."""
         ranks = rounds.spec.needs_logprobs
-        if not rounds.needs_logits and (not ranks or model.can_rank(rounds.spec.top)):
+        if not rounds.needs_logits and (not ranks or self._ranks_beside(model)):
             tokens = rounds.draft_rows.tokens[j]
             row = model.sample(row, at, rounds.windows(j), self.greedy, tokens, rounds.draft_probs)
             if ranks:
-                rounds.rank_beside(j, row, model)
+                rounds.rank_beside(j, row, model.logits)
         else:
             row = row if at is None else row[at.clamp(min=0)]
             rounds.sample(j, model.logits(row))
         self.num_rounds_run = j + 1
         return row
+
+    def _ranks_beside(self, model: DraftHeadModel) -> bool:
+        """Return whether logits for the logprobs of drafts are computed beside the next rounds.
+
+        They are computed twice then, which pays where the device runs both at once.
+        """
+        return self.env.ops.runtime.asynchronous and model.samples_without_logits
 
 
 class MtpProposer(HeadProposer):

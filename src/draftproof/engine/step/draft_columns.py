@@ -66,7 +66,7 @@ def draft_columns(
 
 def _target_logprobs(results: HostResults, kinds: Ints, rows: Ints) -> Floats32:
     """Return the target's logprobs of the drafts at logits rows [D], each of the kind [D] of its request."""
-    found = np.empty(len(rows), np.float32)
+    found = np.full(len(rows), np.nan, np.float32)
     for kind, columns in results.draft_targets.items():
         at = kinds == kind
         found[at] = columns.values[rows[at], 0]

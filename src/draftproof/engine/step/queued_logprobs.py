@@ -23,8 +23,8 @@ from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import top_of
 from draftproof.types import FIRST_ROW, NUM_OUT, TOKENS
 
-MAX_LOGITS_BYTES = 1 << 26  # held at once for prompt logprobs, if that is at least MIN_LOGITS_ROWS
-MIN_LOGITS_ROWS = 64
+MAX_PROMPT_BYTES = 1 << 26  # of logits and results that are computed at once for a prompt ...
+MIN_PROMPT_ROWS = 64  # ... if that is at least as many rows
 
 
 class PendingRows(NamedTuple):
@@ -32,7 +32,6 @@ class PendingRows(NamedTuple):
 
     copies: Sequence[PendingCopy]  # the tensors of a TokenLogprobs
     named_ids: Sequence[int]
-    num_rows: int
 
     def read(self, tokens: Sequence[int], top: int) -> list[LogprobRow]:
         """Wait for the copies; return the rows of `tokens`, of which there may be fewer than n."""
@@ -48,7 +47,7 @@ class QueuedLogprobs(NamedTuple):
     """Logprobs behind one step, by entry."""
 
     tokens: dict[int, PendingRows]
-    prompts: dict[int, tuple[int, PendingRows]]  # position of the first row, and the rows of the prompt
+    prompts: dict[int, list[tuple[int, int, PendingRows]]]  # first and end position of the rows of each part
 
 
 def queue_logprobs(
@@ -61,7 +60,7 @@ def queue_logprobs(
             queued.tokens[b] = _queue_tokens(device, planned, b, tensors)
         if sequence.request.params.prompt_logprobs is not None and planned.chunk[b] > 0:
             assert hidden is not None and computed is not None
-            _queue_prompt(device, planned, b, int(computed[b]), hidden, queued)
+            queued.prompts[b] = _queue_prompt(device, planned, b, int(computed[b]), hidden)
     return queued
 
 
@@ -70,11 +69,13 @@ def read_logprobs(
 ) -> dict[int, HostOutput]:
     """Wait for the logprobs behind a step; return them by entry."""
     found: dict[int, HostOutput] = {}
-    for b, (first, pending) in queued.prompts.items():
-        request = planned.requests[b]
-        tokens = list(map(int, request.prompt_token_ids[first + 1 : first + 1 + pending.num_rows]))
+    for b, parts in queued.prompts.items():
+        request, rows = planned.requests[b], []
         top = top_of(request.params.prompt_logprobs, vocab)
-        found[b] = HostOutput(prompt_logprobs=pending.read(tokens, top))
+        for low, high, pending in parts:
+            rows += pending.read([int(token) for token in request.prompt_token_ids[low + 1 : high + 1]], top)
+        if rows:
+            found[b] = HostOutput(prompt_logprobs=rows)
     for b, pending in queued.tokens.items():
         line, top = results.table[b], top_of(planned.requests[b].params.logprobs, vocab)
         tokens = line[TOKENS : TOKENS + int(line[NUM_OUT])].tolist()
@@ -100,34 +101,27 @@ def _queue_tokens(device: DeviceStep, planned: StepPlan, b: int, tensors: StepTe
 
 
 def _queue_prompt(
-    device: DeviceStep, planned: StepPlan, b: int, computed: int, hidden: Tensor, queued: QueuedLogprobs
-) -> None:
+    device: DeviceStep, planned: StepPlan, b: int, computed: int, hidden: Tensor
+) -> list[tuple[int, int, PendingRows]]:
     """Queue the logprobs of the prompt tokens behind the rows of a chunk: row i predicts token i + 1."""
     sequence, slot = planned.sequences[b], int(planned.slots[b])
     prompt_len, vocab = len(sequence.request.prompt_token_ids), device.slots.vocab
     top = top_of(sequence.request.params.prompt_logprobs, vocab)
     start = max(computed, sequence.num_prompt_logprobs)  # those before were returned before a preemption
     end = min(computed + int(planned.chunk[b]), prompt_len - 1)
-    if end <= start:
-        return
     # Drafts of the entries before it are bounds while steps are in flight: the device knows the first row.
     slots = _row_slots(device, len(hidden))
     index = torch.arange(len(slots), device=slots.device)
     first = torch.where(slots == slot, index, len(slots) - 1).amin()
-    at = (first + index[: end - start] + (start - computed)).clamp(max=len(slots) - 1)
-    found = TokenLogprobs(
-        torch.empty((end - start, 1 + top), device=slots.device),
-        torch.empty((end - start, top), dtype=torch.int64, device=slots.device),
-        torch.empty(end - start, dtype=torch.int64, device=slots.device),
-    )
-    tokens = device.slots.columns.tokens[slot, start + 1 : end + 1]
-    size = max(MIN_LOGITS_ROWS, MAX_LOGITS_BYTES // (4 * vocab))
-    for low in range(0, end - start, size):
-        part = slice(low, min(low + size, end - start))
-        logits = device.runner.logits(hidden[at[part]])
-        out = TokenLogprobs(found.values[part], found.ids[part], found.ranks[part])
-        device.ops.sampling.logprobs(logits, index[: len(logits)], tokens[part], top, out)
-    queued.prompts[b] = start, _fetched(device, found, ())
+    size, parts = max(MIN_PROMPT_ROWS, MAX_PROMPT_BYTES // (4 * vocab + 12 * top)), []
+    for low in range(start, end, size):
+        high = min(low + size, end)
+        at = (first + index[: high - low] + (low - computed)).clamp(max=len(slots) - 1)
+        tokens = device.slots.columns.tokens[slot, low + 1 : high + 1]
+        logits = device.runner.logits(hidden[at])
+        found = device.ops.sampling.logprobs(logits, index[: high - low], tokens, top)
+        parts.append((low, high, _fetched(device, found, ())))
+    return parts
 
 
 def _row_slots(device: DeviceStep, rows: int) -> Tensor:
@@ -136,5 +130,4 @@ def _row_slots(device: DeviceStep, rows: int) -> Tensor:
 
 
 def _fetched(device: DeviceStep, found: TokenLogprobs, named_ids: Sequence[int]) -> PendingRows:
-    copies = [device.ops.runtime.fetch(tensor) for tensor in found.tensors]
-    return PendingRows(copies, named_ids, len(found.ranks))
+    return PendingRows([device.ops.runtime.fetch(tensor) for tensor in found.tensors], named_ids)

@@ -1,6 +1,6 @@
 """Results of a step: tokens, logprobs and finished requests, as columns over all requests.
 
-Only requests that finished or have logprobs in rows of their own are handled one by one. A `StepOutput` per
+Only requests that finished or have logprobs queued behind the step are handled one by one. A `StepOutput` per
 request is made from the columns when it is read. Free of torch: HTTP processes decode the same results.
 """
 

@@ -66,12 +66,8 @@ class DraftHeadModel:
             else:
                 self.embedding = own
         self.ids = packer.tensor(at + "d2t") if config.has_reduced_vocab else None  # [draft vocab] target ids
-        self._columns: Tensor | None = None  # [vocab] position of each token in the draft vocabulary
         if self.ids is not None:  # logits of ids outside the draft vocabulary stay -inf
             self._logits = torch.full((max_logits_rows, self.vocab), -math.inf, device=ops.device)
-            self._columns = torch.zeros(self.vocab, dtype=torch.int64, device=ops.device)
-            self._columns[self.ids] = torch.arange(len(self.ids), device=ops.device)
-            self._has_ascending_ids = bool((self.ids[1:] > self.ids[:-1]).all())
         self.feature_norm = (
             packer.tensor(at + "feature_norm.weight") if config.feature_norm != "none" else None
         )
@@ -182,27 +178,15 @@ class DraftHeadModel:
 
     def logits(self, row: Tensor) -> Tensor:
         """Return fp32 logits [R, V], -inf outside the draft vocabulary, valid until the next call."""
-        logits = self.draft_logits(row)
+        logits = self.ops.forward.linear(self._normed(row), self.lm_head, torch.float32)
         if self.ids is None:
             return logits
         return self._logits[: len(logits)].index_copy_(1, self.ids, logits)
 
-    def draft_logits(self, row: Tensor) -> Tensor:
-        """Return fp32 logits [R, D] of the draft vocabulary, of which `ids` are the tokens."""
-        return self.ops.forward.linear(self._normed(row), self.lm_head, torch.float32)
-
-    def draft_ids(self, tokens: Tensor) -> Tensor:
-        """Return the columns of `draft_logits` that hold `tokens`."""
-        return tokens if self._columns is None else self._columns[tokens]
-
-    def can_rank(self, top: int) -> bool:
-        """Return whether the `top` likeliest tokens are in the same order in `draft_logits` as in `logits`.
-
-        A head without a final norm samples from `logits`, which may not be used twice at once.
-        """
-        if self.ids is None:
-            return self.norm is not None
-        return self.norm is not None and self._has_ascending_ids and top <= len(self.ids)
+    @property
+    def samples_without_logits(self) -> bool:
+        """Return whether `sample` leaves the buffer of `logits` alone, so that both may run at once."""
+        return self.norm is not None
 
     def sample(
         self,

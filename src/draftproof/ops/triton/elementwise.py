@@ -2,7 +2,7 @@
 
 The reduction tree of a norm is written out (`tree_sum_rows`), so that no tensor layout can change it. Kernels
 with a norm are compiled without contraction of multiply and add, for the same reason. Every forward pass
-launches `embed_kernel` or `joined_norms_kernel` before its first attention: see `pdl_begin_pass`.
+launches `embed_kernel` or `joined_norms_kernel` before it stores KV or attends: see `pdl_begin_pass`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def pdl_launch_next(PDL: tl.constexpr):
     """Allow the next kernel to start: first statement of a kernel with programmatic dependent launch (PDL).
 
     Such a kernel may be resident before the kernel that it depends on has completed. Until `pdl_wait` it
-    reads weights only, and writes nothing.
+    writes nothing, and reads only weights and what `pdl_begin_pass` allows.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -60,7 +60,7 @@ def pdl_sync(PDL: tl.constexpr):
 def pdl_begin_pass(PDL: tl.constexpr):
     """Do `pdl_sync` in the other order: the next kernel starts after the end of all kernels before this one.
 
-    Every forward pass launches a kernel with this first statement before its first attention. So kernels of
+    Every forward pass launches a kernel with this first statement before it stores KV or attends. So kernels of
     attention, and of what is stored for it, may read slots, positions and keys of earlier passes before their
     own wait.
     """

@@ -27,7 +27,8 @@ def rope_store_kernel(
 ):  # fmt: skip
     """Rotate qkv [R, TOTAL * D]: q to out [R, NUM_Q * D], k and v to the cache.
 
-    All that depends on the row's position alone is read before the wait; see `pdl_begin_pass`.
+    Everything but qkv is read before the wait: norm weights, position, rope row, slot, KV index. See
+    `pdl_begin_pass`.
     """
     pdl_launch_next(PDL)
     TOTAL: tl.constexpr = NUM_Q + 2 * NUM_KV

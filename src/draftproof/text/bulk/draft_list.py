@@ -30,11 +30,12 @@ class DraftList(LazyList):
     @property
     def records(self) -> list[DraftRecord]:
         """Records of all drafts, made at the first read."""
+        parts = self._parts  # read before `_records`: another thread may be here
         if self._records is None:
-            self._records = []
-            for columns, first, end in self._parts:
-                self._records += columns.select(slice(first, end)).records(self._sources)
-            self._parts = ()
+            records: list[DraftRecord] = []
+            for columns, first, end in parts:
+                records += columns.select(slice(first, end)).records(self._sources)
+            self._records, self._parts = records, ()
         return self._records
 
     def __len__(self) -> int:

@@ -155,19 +155,17 @@ class OutputColumns:
         ends = np.maximum.reduceat(table[:, PICK] + table[:, NUM_OUT], begins).tolist()
         for kind, is_named in product(steps[0], (False, True)):
             mine = (kinds == kind) & (has_named == is_named)
-            if not mine.any():
-                continue
-            found = [logprobs[kind] for logprobs in steps]
-            used = [max(0, min(end, len(each.ranks))) for end, each in zip(ends, found, strict=True)]
-            first = np.cumsum([0, *used[:-1]])  # of each step, among all rows in use
-            parts = [_logprob_arrays(each, end, is_named) for each, end in zip(found, used, strict=True)]
-            values, ids, ranks = (joined(list(columns)) for columns in zip(*parts, strict=True))
             at, entry, index = where, owner, place
             if not mine.all():
                 of_kind = mine[owner]
                 at, entry, index = where[of_kind], owner[of_kind], place[of_kind]
             if not len(at):
                 continue
+            found = [logprobs[kind] for logprobs in steps]
+            used = [max(0, min(end, len(each.ranks))) for end, each in zip(ends, found, strict=True)]
+            first = np.cumsum([0, *used[:-1]])  # of each step, among all rows in use
+            parts = [_logprob_arrays(each, end, is_named) for each, end in zip(found, used, strict=True)]
+            values, ids, ranks = (joined(list(columns)) for columns in zip(*parts, strict=True))
             rows = index + table[entry, PICK] + first[number[entry]]
             # the rows are mostly consecutive: a slice then saves a gather
             is_consecutive = (rows[1:] - rows[:-1] == 1).all()
