@@ -65,7 +65,7 @@ bench: setup
 GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest -p no:benchmark
 GPU_ALONE := tests/gpu/test_sleep_gpu.py
 test-gpu:
-	$(GPU_PYTEST) -n 12 --dist worksteal tests/gpu --ignore tests/gpu/test_multi_gpu.py \
+	$(GPU_PYTEST) -n 14 --dist worksteal tests/gpu --ignore tests/gpu/test_multi_gpu.py \
 		$(addprefix --ignore ,$(GPU_ALONE))
 	$(GPU_PYTEST) $(GPU_ALONE)
 
