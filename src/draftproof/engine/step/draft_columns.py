@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.array_types import Floats32, Ints
+from draftproof.array_types import Floats32, Ints, ragged_indices
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.step.result_buffer import HostResults
 from draftproof.engine.step.step_features import draft_top
@@ -32,9 +32,8 @@ def draft_columns(
     if not len(entries):
         return None
     counts = table[entries, NUM_DRAFT]
-    owner = np.repeat(np.arange(len(entries)), counts)  # [D] index into `entries`
+    owner, place = ragged_indices(counts)  # [D] index into `entries`, and among the drafts of that entry
     entry = entries[owner]
-    place = np.arange(len(owner)) - np.repeat(counts.cumsum() - counts, counts)
     row, slot = table[entry, FIRST_ROW] + place, planned.slots[entry]
     requests = [planned.requests[b] for b in entries.tolist()]
     starts = lengths[planned.slots[entries]] - np.array(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.array_types import ragged_indices
 from draftproof.engine.step.step_results import (
     Finish,
     HostOutput,
@@ -199,8 +200,7 @@ def _outcome_table(header: Header, columns: Columns) -> Ints:
         if selected.any():
             rows = np.where(selected, out, 0)
             table[:, PICK] += np.where(selected, np.cumsum(rows) - rows, 0)
-    owner = np.repeat(np.arange(header.requests), out)
-    place = np.arange(len(owner)) - np.repeat(np.cumsum(out) - out, out)
+    owner, place = ragged_indices(out)
     table[owner, TOKENS + place] = columns["token"]
     return table
 

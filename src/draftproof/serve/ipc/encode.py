@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.array_types import ragged_indices
 from draftproof.engine.step.step_results import HostOutput, LogprobWidth, StepResults, widest
 from draftproof.metrics import EngineStats, RequestStats
 from draftproof.outputs import DraftColumns, LogprobRow
@@ -91,8 +92,7 @@ def encode_step(
     out = table[:, NUM_OUT]
     size = len(group.handles)
     # per token: index of its request in the group, and position within the step
-    owner = np.repeat(np.arange(size), out)
-    place = np.arange(len(owner)) - np.repeat(np.cumsum(out) - out, out)
+    owner, place = ragged_indices(out)
     columns: Arrays = {
         "status": np.zeros(size, np.uint8),
         "handle": group.handles,

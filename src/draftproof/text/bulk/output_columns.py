@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from draftproof.array_types import ragged_indices
 from draftproof.metrics import SpecStats
 from draftproof.outputs import DraftColumns
 from draftproof.text.bulk.logprob_rows import LogprobBuffer, Rows, longer, pack_rows
@@ -100,8 +101,7 @@ class OutputColumns:
         before = by_step.cumsum(0)
         begin = lines * self.width + self.fill[lines] + before[number, lines] - out
         # one element a token: its entry, and its place among the tokens of that entry
-        owner = np.repeat(np.arange(len(out)), out)
-        place = np.arange(len(owner)) - np.repeat(out.cumsum() - out, out)
+        owner, place = ragged_indices(out)
         where = begin[owner] + place
         self._tokens[where] = table[owner, TOKENS + place]
         self.fill += before[-1]
