@@ -19,30 +19,28 @@ from draftproof.types import DraftRanking
 class DraftRanks:
     """Logprobs of B drafts in each of K rounds, under the temperature of each request."""
 
-    def __init__(self, ops: Ops, temperature: Tensor, rounds: int, top: int) -> None:
-        """Allocate the results; temperature [B] of the entries, top: likeliest tokens of each draft.
+    def __init__(self, ops: Ops, scale: Tensor, rounds: int, top: int) -> None:
+        """Allocate the results; scale [B, 1]: divisor of the logits, top: likeliest tokens of each draft.
 
         Drafts of rounds that are not added have NaN as their logprob and rank 0.
         """
-        shape, device = (rounds, len(temperature)), temperature.device
-        self._ops, self._top = ops, top
+        shape, device = (rounds, len(scale)), scale.device
+        self._ops, self._scale, self._top = ops, scale, top
         self._values = torch.full((*shape, 1 + top), math.nan, device=device)
         self._ids = torch.zeros((*shape, top), dtype=torch.int64, device=device)
         self._ranks = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._scale = torch.where(temperature > 0, temperature, 1.0)[:, None]
-        self._entries = torch.arange(len(temperature), device=device)
+        self._entries = torch.arange(len(scale), device=device)
         self._unfinished: list[Callable[[], None]] = []
         self._rows: list[Tensor] = []  # input of unfinished rounds: the allocator must not reuse the memory
 
-    def add(self, j: int, slots: Tensor, scores: Tensor, tokens: Tensor, is_scaled: bool = False) -> None:
-        """Compute the logprobs of the drafts `tokens` [B] of round j.
+    def add(self, j: int, slots: Tensor, scaled: Tensor, tokens: Tensor) -> None:
+        """Compute the logprobs of the drafts `tokens` [B] of round j; slots [B], -1: no draft.
 
-        slots [B]; -1: no draft. scores [B, V] are logits, or with `is_scaled` processed ones.
+        scaled [B, V]: logits over the temperature, truncated where a request does so.
         """
         rows = torch.where(slots >= 0, self._entries, -1)
         out = TokenLogprobs(self._values[j], self._ids[j], self._ranks[j])
-        scores = scores if is_scaled else scores / self._scale
-        self._ops.sampling.logprobs(scores, rows, tokens, self._top, out)
+        self._ops.sampling.logprobs(scaled, rows, tokens, self._top, out)
 
     def add_beside(
         self, j: int, slots: Tensor, row: Tensor, logits: Callable[[Tensor], Tensor], tokens: Tensor
@@ -54,7 +52,7 @@ class DraftRanks:
         row = row.clone()
         self._rows.append(row)
         self._unfinished.append(
-            self._ops.runtime.run_parallel(lambda: self.add(j, slots, logits(row), tokens))
+            self._ops.runtime.run_parallel(lambda: self.add(j, slots, logits(row) / self._scale, tokens))
         )
 
     def finish(self) -> tuple[Tensor, DraftRanking]:

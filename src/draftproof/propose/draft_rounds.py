@@ -12,6 +12,7 @@ samples with noise that no choice depended on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class DraftRounds:
         self.draft_rows = ops.rounds.plan_draft_rows(batch, last, batch.spec.rounds, lag, page_size)
         self._ranks: DraftRanks | None = None
         if batch.spec.needs_logprobs:
-            self._ranks = DraftRanks(ops, self._temperature(), len(self.draft_rows.tokens), batch.spec.top)
+            self._ranks = DraftRanks(ops, self._scale, len(self.draft_rows.tokens), batch.spec.top)
         self._probs: list[Tensor] = []
         self.draft_probs: Tensor | None = None  # [B] the model's probability of each entry's last draft
         self._costs = batch.costs
@@ -60,7 +61,7 @@ class DraftRounds:
             self.draft_probs = torch.ones(len(last), device=last.device)
             self._lines: list[int] = batch.slots.tolist()
             self._calibration.learn(batch.columns, self._lines)
-            self._is_sampled = (self._temperature() > 0).tolist()
+            self._is_sampled = (self._temperature > 0).tolist()
             self._count: list[int] = self.draft_rows.count.tolist()
             self._survival = [1.0] * len(self._lines)  # probability that all drafts so far are accepted
             self._bins: list[list[int]] = [[] for _ in self._lines]
@@ -105,25 +106,29 @@ class DraftRounds:
         self.draft_rows.tokens[j].copy_(token)
         if self.draft_probs is None and not self.spec.needs_logprobs and not self.spec.needs_probs:
             return
+        if logprobs is None:
+            logprobs = logits / self._scale
         if self._ranks is not None:
-            scores, is_scaled = (logits, False) if logprobs is None else (logprobs, True)
-            self._ranks.add(j, windows.slot, scores, token, is_scaled)
+            self._ranks.add(j, windows.slot, logprobs, token)
             if self.draft_probs is None and not self.spec.needs_probs:
                 return
-        temperature = self._temperature()
-        if logprobs is None:
-            logprobs = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
         logprobs = logprobs - self.ops.sampling.logsumexp(logprobs)[:, None]
         if self.draft_probs is not None:
             self.draft_probs.copy_(logprobs.gather(1, token[:, None])[:, 0].exp())
         if self.spec.needs_probs:
             certain = torch.zeros_like(logprobs).scatter_(1, token[:, None], 1.0)
-            sampled = (temperature > 0)[:, None] & (not self.greedy)
+            sampled = (self._temperature > 0)[:, None] & (not self.greedy)
             self._probs.append(torch.where(sampled, logprobs.exp(), certain))
 
+    @cached_property
     def _temperature(self) -> Tensor:
-        """Return the temperature [B] of the entries."""
+        """Temperature [B] of the entries."""
         return self.columns.temperature[self.slots.clamp(min=0)]
+
+    @cached_property
+    def _scale(self) -> Tensor:
+        """Divisor [B, 1] of the logits: the temperature, or 1 where it is 0."""
+        return torch.where(self._temperature > 0, self._temperature, 1.0)[:, None]
 
     def rank_beside(self, j: int, row: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
         """Compute the logprobs of draft j beside the ops that follow.
