@@ -109,7 +109,6 @@ class DeviceStep:
         self.drafting = DraftRunner(proposer, slots, self.max_rows, hidden_row)
         self.graphs = GraphCache(self.ops, self.load_empty_plan, enabled=not enforce_eager)
         self._last_tensors: StepTensors | None = None
-        self._whole_sizes: set[int] = set()  # rows of passes for prompt logprobs
 
     # --- running ------------------------------------------------------------------------------------
 
@@ -140,9 +139,12 @@ class DeviceStep:
             return tensors, None
         logits, usual = self.ops.runtime.bucket(max(1, planned.num_logits)), self.num_output_rows(rows)
         output_rows = 0 if keep_hidden or planned.needs_prompt_rows else usual
-        forward: Callable[[], Tensor] = partial(self._forward_only, rows, output_rows)
-        if output_rows == usual or (planned.needs_prompt_rows and self._is_repeated(rows)):
-            forward = self.graphs.get(self.forward_task(rows, output_rows))
+        forward_task = self.forward_task(rows, output_rows)
+        forward = forward_task.function
+        if output_rows == usual:
+            forward = self.graphs.get(forward_task)
+        elif planned.needs_prompt_rows:
+            forward = self.graphs.get_repeated(forward_task)
         task = self.verify_task(logits, features)
         if not planned.num_logits:
             verify: Callable[[], StepTensors] = partial(self._advance_prompts, features)
@@ -161,12 +163,6 @@ class DeviceStep:
         draft()
         logprobs()
         return tensors, None if output_rows else hidden
-
-    def _is_repeated(self, rows: int) -> bool:
-        """Return whether a pass for prompt logprobs had this size before: a single one is not captured."""
-        is_repeated = rows in self._whole_sizes
-        self._whole_sizes.add(rows)
-        return is_repeated
 
     def capture(self, task: GraphTask[T]) -> Callable[[], T]:
         """Return the captured function of a task, after its logprob pass is captured, if that is apart."""

@@ -46,6 +46,7 @@ class GraphCache:
         self._load_empty_plan = load_empty_plan
         self.captured: dict[GraphKey, Callable[[], Any]] = {}
         self._failed: set[GraphKey] = set()
+        self._requested: set[GraphKey] = set()  # by `get_repeated`
 
     def get(self, task: GraphTask[T]) -> Callable[[], T]:
         """Return the captured function of a task, or the function itself if graphs are off."""
@@ -64,6 +65,16 @@ class GraphCache:
                 self._failed.add(key)
             self.captured[key] = graph
         return graph
+
+    def get_repeated(self, task: GraphTask[T]) -> Callable[[], T]:
+        """Return the captured function of a task that was requested before, or the function itself.
+
+        For tasks of many sizes: one that comes once is not worth a capture.
+        """
+        if task.key in self._requested:
+            return self.get(task)
+        self._requested.add(task.key)
+        return task.function
 
     def is_captured(self, key: GraphKey) -> bool:
         """Return whether there is a graph of this key; its results are the same tensors in every run."""
