@@ -68,24 +68,19 @@ class DraftColumns(NamedTuple):
 
     def records(self, sources: Sequence[str]) -> list[DraftRecord]:
         """Return one record a draft."""
-        lists = DraftColumns(*(column.tolist() for column in self))
-        tops = zip(lists.top_width, lists.top_ids, lists.top_logprobs, strict=True)
+        rows = zip(*(column.tolist() for column in self[1:]), strict=True)
         return [
             DraftRecord(
                 token_id=token,
                 position=position,
                 source=sources[source],
                 accepted=accepted,
-                draft_logprob=None if draft_logprob != draft_logprob else draft_logprob,
-                target_logprob=None if target_logprob != target_logprob else target_logprob,
+                draft_logprob=None if own != own else own,  # NaN
+                target_logprob=None if target != target else target,
                 draft_rank=rank or None,
                 draft_top=tuple(zip(ids[:width], logprobs[:width], strict=True)),
             )
-            for token, position, source, accepted, draft_logprob, target_logprob, rank, (
-                width,
-                ids,
-                logprobs,
-            ) in zip(*lists[1:8], tops, strict=True)
+            for token, position, source, accepted, own, target, rank, width, ids, logprobs in rows
         ]
 
 

@@ -50,19 +50,16 @@ class LogprobTable(Sequence[LogprobRow]):
     def __getitem__(self, index: int | slice) -> LogprobRow | LogprobTable:
         if isinstance(index, slice):
             return LogprobTable([self.rows[index]], self.named_ids)
-        token, values, others, rank = (column[index].tolist() for column in self.columns)
+        return self._row(*(column[index].tolist() for column in self.columns))
+
+    def __iter__(self) -> Iterator[LogprobRow]:
+        return map(self._row, *(column.tolist() for column in self.columns))
+
+    def _row(self, token: int, values: list[float], others: list[int], rank: int) -> LogprobRow:
+        """Return one row; others: ids of the best, or ranks of the named ids."""
         if self.named_ids:
             return LogprobRow([token, *self.named_ids], values, [rank, *others])
         return LogprobRow([token, *others], values, [rank, *range(1, len(others) + 1)])
-
-    def __iter__(self) -> Iterator[LogprobRow]:
-        columns, named_ids = self.columns, self.named_ids
-        top_ranks = list(range(1, columns[2].shape[1] + 1))
-        for token, value, others, rank in zip(*(column.tolist() for column in columns), strict=True):
-            if named_ids:
-                yield LogprobRow([token, *named_ids], value, [rank, *others])
-            else:
-                yield LogprobRow([token, *others], value, [rank, *top_ranks])
 
 
 class LogprobMaps(LazyList):
