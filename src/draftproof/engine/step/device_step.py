@@ -313,7 +313,7 @@ class DeviceStep:
         """Run every stage behind the forward pass. hidden [L, hidden] of the windows' rows."""
         logits = self.runner.logits(hidden)
         sampled = self.sampler(logits, windows, features, host_processed)
-        outcome, packed = self.buffers.outcome(len(self.plan.slots), len(logits))
+        outcome, packed = self.buffers.outcome(self.plan.slots.shape[0], logits.shape[0])
         self.ops.step.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
 
         write = logprob_pass(self.ops, features, logits, sampled.processed, windows, outcome, packed)

@@ -29,7 +29,7 @@ def logprob_pass(
     raw, adjusted = LogprobKind.RAW, LogprobKind.PROCESSED
     scores = {raw: logits, adjusted: processed}
     token_parts = [
-        (kind, top, named, packed.add_logprobs(kind, len(logits), top, named))
+        (kind, top, named, packed.add_logprobs(kind, logits.shape[0], top, named))
         for kind, top, named in (
             (raw, features.raw_top, features.raw_named),
             (adjusted, features.processed_top, features.processed_named),
@@ -37,7 +37,7 @@ def logprob_pass(
         if top >= 0
     ]
     draft_parts = [
-        (kind, packed.add_draft_targets(kind, len(logits)))
+        (kind, packed.add_draft_targets(kind, logits.shape[0]))
         for kind, is_wanted in ((raw, features.has_raw_drafts), (adjusted, features.has_processed_drafts))
         if is_wanted
     ]

@@ -19,7 +19,11 @@ from draftproof.engine.step.step_results import LogprobColumns
 from draftproof.ops import NamedLogprobs, TokenLogprobs
 from draftproof.types import LogprobKind
 
-NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32, torch.int8: np.int8}
+NUMPY_DTYPES = {
+    torch.int64: np.dtype(np.int64),
+    torch.float32: np.dtype(np.float32),
+    torch.int8: np.dtype(np.int8),
+}
 PART_ALIGN_BYTES = 256  # start of every part; enough for any kernel's vector loads
 
 
@@ -114,10 +118,12 @@ class PackedResults:
 
     def _add(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, BufferPart]:
         start, size = self._end, prod(shape) * dtype.itemsize
-        if start + size > len(self._row):
-            raise AssertionError(f"a part {list(shape)} does not fit into a row of {len(self._row)} bytes")
+        if start + size > self._row.shape[0]:
+            raise AssertionError(
+                f"a part {list(shape)} does not fit into a row of {self._row.shape[0]} bytes"
+            )
         self._end = start + _padded(size)
-        part = BufferPart(shape, np.dtype(NUMPY_DTYPES[dtype]), start)
+        part = BufferPart(shape, NUMPY_DTYPES[dtype], start)
         return self._row[start : start + size].view(dtype).view(shape), part
 
 

@@ -72,8 +72,8 @@ class StepBuffers:
             """Return [number, size] int64; every line is aligned for vector loads."""
             return torch.zeros((number, _padded(size)), dtype=torch.int64, device=device)[:, :size]
 
-        self._rows, self._entries = lines(4, max_rows), lines(3, num_slots)
-        self._logits, self._picks = lines(5, max_logits), lines(2, max_logits)
+        self._rows, self._entries = lines(4, max_rows).unbind(), lines(3, num_slots).unbind()
+        self._logits, self._picks = lines(5, max_logits).unbind(), lines(2, max_logits).unbind()
         self.logits_rows = self._logits[-1]  # [max_logits] row of the step that each logits row belongs to
         self.table_width = TOKENS + k + 1
         widths = LOGPROB_WIDTHS[-1], MAX_NAMED_IDS

@@ -43,11 +43,13 @@ class CpuRuntime(Runtime):
     def step_context(self) -> Iterator[None]:
         """Limit torch to one thread: its OpenMP workers spin after every region, on the cores of the pool."""
         before = torch.get_num_threads()
-        torch.set_num_threads(1)
+        if before != 1:
+            torch.set_num_threads(1)
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            if before != 1:
+                torch.set_num_threads(before)
 
     def capture(self, forward: Forward, max_rows: int) -> Forward:
         return Captured(self._run, forward, max_rows)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,11 +52,10 @@ class Executor:
         if rows == 0:
             return
         words = [as_word(value) for value in (*outputs, *inputs, *constants)]
-        table = np.zeros((len(several), WIDTH), dtype=np.int64)
-        for line, each in zip(table, several, strict=True):
-            line[0] = each.address
-            line[1 : len(words) + 1] = words
-        self.team.run(table, rows, scratch, alone=small)
+        table, line = bytearray(8 * WIDTH * len(several)), struct.Struct(f"={len(words) + 1}q")
+        for i, each in enumerate(several):
+            line.pack_into(table, 8 * WIDTH * i, each.address, *words)
+        self.team.run(table, len(several), rows, scratch, alone=small)
 
 
 class Captured:
@@ -64,8 +63,8 @@ class Captured:
 
     def __init__(self, run: Executor, forward: Forward, max_rows: int) -> None:
         self._run, self._forward, self._max_rows = run, forward, max_rows
-        self._ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
-        self._ints = self._ints.view(4, max_rows)  # tokens, positions, slots, kv_index
+        ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
+        self._ints = ints.view(4, max_rows).unbind()  # tokens, positions, slots, kv_index
         self._inputs: list[Tensor] = []  # [max_rows, ...]: arguments of a call besides the rows
         self._table: Tensor | None = None
         self._program: Program | None = None
@@ -73,7 +72,7 @@ class Captured:
 
     def _record(self, page_table: Tensor) -> Program:
         """Record the pass on static tensors."""
-        tokens, positions, slots, kv_index = self._ints.unbind()
+        tokens, positions, slots, kv_index = self._ints
         recorder = Recorder(self._max_rows, [tokens, positions, slots, kv_index, *self._inputs])
         self._run.recorder = recorder
         try:
@@ -100,5 +99,6 @@ class Captured:
             parts = (rows.tokens, rows.positions, rows.slots, rows.kv_index, *inputs)
             for target, part in zip((*self._ints, *self._inputs), parts, strict=True):
                 target[:count].copy_(part)
-            self._run.team.run(self._program.table, count, self._program.scratch)
+            program = self._program
+            self._run.team.run(program.table, len(program.table), count, program.scratch)
         return tuple(result[:count] for result in self._program.results)

@@ -163,7 +163,7 @@ class Kernel:
         self._compiled: CFunc | None = None
         self._lock = threading.Lock()
 
-    @property
+    @cached_property
     def address(self) -> int:
         with self._lock:
             if self._compiled is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import sys
 import threading
 import weakref
@@ -37,6 +38,7 @@ SCRATCH = 1 << 20  # initial bytes per thread
 GENERATION, ARRIVED, RELEASED, SLEEPERS, STOP = 0, 64, 128, 192, 256
 TABLE, COUNT, ROWS, THREADS, SCRATCH_BASE, SCRATCH_SIZE = 320, 328, 336, 344, 352, 360
 MUTEX, CONDITION, STATE_BYTES = 384, 512, 640  # both are smaller than 128 bytes on every libc
+RUN_WORDS = struct.Struct("=6q")  # from TABLE on
 
 # A pause is 10 to 140 cycles: the workers sleep some 50 microseconds after the last program.
 SPINS_BEFORE_SLEEP = 1000
@@ -153,7 +155,6 @@ class Team:
         """Create state and workers; repeated in a forked child, which has none."""
         self._pid = os.getpid()
         self._state = aligned_bytes(STATE_BYTES)
-        self._words = self._state.view(np.int64)
         self._address = self._state.ctypes.data
         one = ctypes.CFUNCTYPE(None, ctypes.c_int64)
         self._solo = one(_SOLO.address)
@@ -172,8 +173,10 @@ class Team:
                 workers[-1].start()
         weakref.finalize(self, _stop, self._state, self._lead, workers, self._pid)
 
-    def run(self, table: np.ndarray, rows: int, scratch: int = 0, alone: bool = False) -> None:
-        """Run the program `table` [instructions, WIDTH] int64 with at least `scratch` bytes per thread."""
+    def run(
+        self, table: bytearray | np.ndarray, count: int, rows: int, scratch: int = 0, alone: bool = False
+    ) -> None:
+        """Run `count` instructions of WIDTH int64 words with at least `scratch` bytes per thread."""
         with self._lock:
             if self._pid != os.getpid():
                 self._start()
@@ -181,9 +184,11 @@ class Team:
                 self._scratch_size = -(-scratch // 4096) * 4096
                 self._scratch = aligned_bytes(self.threads * self._scratch_size)
                 self._scratch_address = self._scratch.ctypes.data
-            self._words[TABLE // 8 : TABLE // 8 + 6] = (
-                table.ctypes.data,
-                len(table),
+            RUN_WORDS.pack_into(
+                self._state,
+                TABLE,
+                ctypes.addressof(ctypes.c_char.from_buffer(table)),
+                count,
                 rows,
                 self.threads,
                 self._scratch_address,

@@ -83,9 +83,9 @@ class CpuSampling(ComposedSampling):
         named: Tensor | None = None,
     ) -> TokenLogprobs:
         real = (rows >= 0).nonzero()[:, 0]
-        if out is None or len(real) == len(rows):
+        if out is None or real.shape == rows.shape:
             return super().logprobs(logits, rows, tokens, top, out, named)
-        if not len(real):
+        if real.shape[0] == 0:
             return out
         # a batch in which few requests have logprobs is mostly padding
         of_real = None if named is None else named[real]
@@ -136,13 +136,13 @@ class CpuSampling(ComposedSampling):
 
     def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         columns = windows.columns
-        temperatures, seeds = np.zeros(len(logits), np.float32), np.zeros(len(logits), np.int64)
+        num_rows = logits.shape[0]
+        temperatures, seeds = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int64)
         inputs = [x.numpy() for x in (windows.slot, columns.temperature, columns.seed)]
         any_sampled = _keys(*inputs, temperatures, seeds)
         tokens = self.argmax(logits)
-        peak = logits.gather(1, tokens[:, None])[:, 0]
         sums = logits.sum(-1)  # NaN if one is, or after an overflow; a twelfth of the time of `isnan`
-        if not bool(torch.isfinite(peak).all()) or bool(torch.isnan(sums).any()):
+        if not _are_finite(logits.numpy(), tokens.numpy(), sums.numpy()):
             return super().sample(logits, windows, scaled)
         if any_sampled:
             temperature = torch.from_numpy(temperatures)
@@ -150,6 +150,15 @@ class CpuSampling(ComposedSampling):
             keys = torch.from_numpy(seeds), windows.position
             tokens = torch.where(temperature > 0, self.gumbel_argmax(divided, *keys, STREAM_SAMPLE), tokens)
         return torch.where(windows.slot >= 0, tokens, 0), torch.zeros_like(tokens)
+
+
+@compiled
+def _are_finite(logits, tokens, sums):  # type: ignore[no-untyped-def]
+    """Return whether the largest logit of every row, that of its token, is finite and no sum is NaN."""
+    found = True
+    for r in range(len(tokens)):
+        found &= np.isfinite(logits[r, tokens[r]]) and not np.isnan(sums[r])
+    return found
 
 
 @compiled
