@@ -60,14 +60,11 @@ bench: setup
 	$(BIN)/python bench/cpu.py
 
 # On a machine with a GPU, with its own python: needs torch, triton, pytest, pytest-xdist and what pyproject.toml
-# lists. A test of the whole GPU's memory runs alone.
+# lists.
 # Older versions of pytest-benchmark, where installed, warn at each start with xdist; warnings are errors.
 GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest -p no:benchmark
-GPU_ALONE := tests/gpu/test_sleep_gpu.py
 test-gpu:
-	$(GPU_PYTEST) -n 14 --dist worksteal tests/gpu --ignore tests/gpu/test_multi_gpu.py \
-		$(addprefix --ignore ,$(GPU_ALONE))
-	$(GPU_PYTEST) $(GPU_ALONE)
+	$(GPU_PYTEST) -n 14 --dist worksteal tests/gpu --ignore tests/gpu/test_multi_gpu.py
 
 # On a machine with at least 2 GPUs, with its own python: tensor parallelism over NCCL.
 test-multi-gpu:

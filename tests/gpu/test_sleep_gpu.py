@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 
@@ -32,6 +34,11 @@ PARAMS = SamplingParams(temperature=0.8, max_tokens=32, logprobs=1, ignore_eos=T
 NGRAM = SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
 
 
+NUM_KV_TOKENS = 500_000  # 15 GiB
+NUM_KV_BYTES = NUM_KV_TOKENS * 2 * 2 * SIZES["num_layers"] * SIZES["num_kv_heads"] * SIZES["head_dim"]
+NUM_CYCLES = 3  # other processes may use the GPU as well, so the median of cycles is compared
+
+
 def outputs(engine: Engine) -> dict[str, object]:
     """Return tokens and logprobs of some requests."""
     records = tiny.run(engine, [tiny.request(i, PARAMS) for i in range(8)])
@@ -56,27 +63,24 @@ def used_bytes() -> int:
 
 def test_sleep_frees_memory_and_keeps_the_bits() -> None:
     """Captured graphs run after a wake-up with the same bits; nearly all memory is free in between."""
-    torch.zeros(1, device="cuda")
-    before = used_bytes()
     config = EngineConfig(
         model="tiny",
         speculative=NGRAM,
         device="cuda",
         enable_sleep_mode=True,
-        kv_cache_tokens=2_000_000,  # 64 GiB, as an engine with default options fills the GPU
+        kv_cache_tokens=NUM_KV_TOKENS,  # as an engine with default options fills the GPU
         warm_up=False,
     )
     engine = Engine(config, load_checkpoint(MODEL, load_format="dummy", dtype="bfloat16"))
-    want, awake = outputs(engine), used_bytes()
-    for _ in range(2):
+    want, freed = outputs(engine), []
+    for _ in range(NUM_CYCLES):
+        awake = used_bytes()
         operate(engine, "sleep", level=1)
-        asleep = used_bytes()
-        print(
-            f"GiB used: {before / 2**30:.2f} before, {awake / 2**30:.2f} awake, {asleep / 2**30:.2f} asleep"
-        )
-        assert awake - asleep >= 0.95 * (awake - before)
+        freed.append(awake - used_bytes())
         operate(engine, "wake_up", tags=None)
         assert outputs(engine) == want
+    print("GiB freed:", [round(each / 2**30, 2) for each in freed])
+    assert statistics.median(freed) >= 0.8 * NUM_KV_BYTES
     new = dummy_tensors(MODEL, torch.bfloat16, seed=9)
     assert operate(engine, "update_weights", weights=new) == 1
     changed = outputs(engine)
