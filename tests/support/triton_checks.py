@@ -36,7 +36,7 @@ from draftproof.ops.reference.backend import ReferenceOps
 from draftproof.ops.triton import graphs, kl_grad
 from draftproof.ops.triton.attention import merge, prefill, worklist
 from draftproof.ops.triton.attention import splitkv as attention_kernels
-from draftproof.ops.triton.attention.tiles import TileConfig
+from draftproof.ops.triton.attention.tiles import ChunkedTile, TileConfig
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import FOUR_BITS
@@ -379,9 +379,9 @@ def prefill_attention_has_the_bits_of_split_kv() -> None:
         config = TileConfig(16, 2, 3)
         ahead = {32: config._replace(splits_full_blocks=False, prefetches_pages=True)}
         tables = {"SHORT_TILES_96": ahead, "TALL_TILES": ahead}
-        tables["CHUNKED_TILES"] = {16: config, 32: config._replace(splits_full_blocks=False)}
         for few, cut in ((1000, 1000), (1000, 0), (0, 0)):
-            limits = {"MAX_ONE_LIST_ROWS": few, "MAX_CHUNKED_ROWS": cut, "MIN_CHUNKED_PROGRAMS": 1}
+            chunked = ChunkedTile(config._replace(splits_full_blocks=False), max_rows=cut, rows_per_span=8)
+            limits = {"MAX_ONE_LIST_ROWS": few, "MIN_CHUNKED_PROGRAMS": 1, "CHUNKED_TILES": {32: chunked}}
             with (
                 mock.patch.multiple(prefill, **limits, **tables),
                 mock.patch.object(worklist, "BLOCK", 16),
@@ -410,7 +410,6 @@ def attention_tile_options_do_not_change_bits() -> None:
         rows.slots[-1] = -1
         plain = ops.forward.attention(x, rows, heads, paged.cache)[:-1]
         tile = TileConfig(16, 1, 2, span_loop=True, merges_rows=True)
-        tables = {"TALL_TILES": {16: tile, 32: tile}, "CHUNKED_TILES": {16: tile, 32: tile}}
         split = attention_kernels.SplitTile(16, 1, 2, span_loop=True, merges_rows=True, max_programs=32)
         with (
             mock.patch.object(attention_kernels, "TILES", ((1 << 30, split),)),
@@ -418,15 +417,15 @@ def attention_tile_options_do_not_change_bits() -> None:
         ):
             got = ops.forward.attention(x, rows, heads, paged.cache)[:-1]
             assert bits(got) == bits(plain), (name, kv_dtype)
-            for chunked in (1000, 0):
-                limits = {"MAX_ONE_LIST_ROWS": 0, "MAX_CHUNKED_ROWS": chunked, "MIN_CHUNKED_PROGRAMS": 1}
-                limits["ROWS_PER_CHUNK_SPAN"] = 8
+            for max_rows in (1000, 0):
+                chunked = ChunkedTile(tile, max_rows=max_rows, rows_per_span=8)
+                tables = {"TALL_TILES": {32: tile}, "CHUNKED_TILES": {32: chunked}}
                 with (
-                    mock.patch.multiple(prefill, **limits, **tables),
+                    mock.patch.multiple(prefill, MAX_ONE_LIST_ROWS=0, MIN_CHUNKED_PROGRAMS=1, **tables),
                     mock.patch.object(attention_kernels, "MAX_SPLIT_PROGRAMS", 1),
                 ):
                     got = ops.forward.attention(x, rows, heads, paged.cache)[:-1]
-                    assert bits(got) == bits(plain), (name, kv_dtype, chunked)
+                    assert bits(got) == bits(plain), (name, kv_dtype, max_rows)
         assert not ops.forward._partials.counters.any()
 
 

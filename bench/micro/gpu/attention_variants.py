@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -56,6 +57,15 @@ class Case(NamedTuple):
     context: int
     heads: AttentionShape = LARGE_HEADS
     kv_dtype: torch.dtype = BF16
+    min_context: int = 0  # contexts are spread from it to `context`; 0: all have the same length
+
+    @property
+    def contexts(self) -> list[int]:
+        """Tokens of each slot's context; most are short, as are the prompts of mixed traffic."""
+        if not self.min_context:
+            return [self.context] * self.slots
+        steps = [(i / max(1, self.slots - 1)) ** 2 for i in range(self.slots)]
+        return [round(self.min_context + step * (self.context - self.min_context)) for step in steps]
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -65,7 +75,7 @@ class Case(NamedTuple):
     @property
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of all contexts."""
-        return self.slots * self.context * self.kv_layout.bytes_per_token
+        return sum(self.contexts) * self.kv_layout.bytes_per_token
 
 
 CASES = (
@@ -102,6 +112,18 @@ CASES = (
             ("verify 16x4 at 16k", "quantized even", 16, 4, 16384),
         )
     ),
+    *(
+        Case(
+            f"mixed {slots}x{rows}, SmolLM2 heads",
+            "chunked 64",
+            slots,
+            rows,
+            1600,
+            SMALL_HEADS,
+            min_context=40,
+        )
+        for slots, rows in ((64, 1), (64, 3), (128, 2), (256, 1))
+    ),
     Case("decode 1x1 at 400", "split", 1, 1, 400),
     Case("decode 16x1 at 400", "chunked", 16, 1, 400),
 )
@@ -118,6 +140,11 @@ SPLIT = (
 BLOCKS = TileConfig(16, 4, 3, splits_full_blocks=False, prefetches_pages=True)
 CHUNKED = (
     *(BLOCKS._replace(merges_rows=True, specialized_stages=stages) for stages in (0, 2, 3)),
+    TileConfig(16, 2, 2, span_loop=True, merges_rows=True),
+)
+CHUNKED_64 = (
+    BLOCKS._replace(merges_rows=True),
+    BLOCKS._replace(merges_rows=True, warps=2),
     TileConfig(16, 2, 2, span_loop=True, merges_rows=True),
 )
 SHORT = (
@@ -157,11 +184,17 @@ def variants(table: str) -> Iterator[tuple[str, Patches]]:
     elif table == "chunked":
         for config in CHUNKED:
             for chunks in (8,):
-                values = {"CHUNKED_TILES": {128: config}, "MAX_CHUNKS": chunks}
+                tile = prefill.CHUNKED_TILES[128]._replace(config=config)
+                values = {"CHUNKED_TILES": {128: tile}, "MAX_CHUNKS": chunks}
                 yield (
                     f"{config}, {chunks} chunks",
                     [(prefill, values), *ANY_CONTEXT, (worklist, {"MAX_CHUNKS": chunks})],
                 )
+    elif table == "chunked 64":
+        yield "whole tiles", [(prefill, {"CHUNKED_TILES": {}})]
+        for config, spans in product(CHUNKED_64, (4, 8)):
+            tile = prefill.CHUNKED_TILES[64]._replace(config=config, min_spans=spans)
+            yield f"{config}, {spans} spans", [(prefill, {"CHUNKED_TILES": {64: tile}})]
     else:
         name = "SHORT_TILES_96" if table == "short" else "TALL_TILES_SM90"
         width = 64 if table == "tall 64" else 128
@@ -220,8 +253,8 @@ class Inputs:
         order = 1 + torch.randperm(case.slots * pages, generator=torch.Generator().manual_seed(1))
         table = order.view(case.slots, pages).to(torch.int32).to(GPU)
         slots = torch.arange(case.slots, device=GPU).repeat_interleave(case.rows)
-        first = case.context - case.rows
-        positions = (first + torch.arange(case.rows, device=GPU)).repeat(case.slots)
+        first = torch.tensor(case.contexts, device=GPU) - case.rows
+        positions = (first[:, None] + torch.arange(case.rows, device=GPU)).flatten()
         index = table[slots, positions // PAGE].long() * PAGE + positions % PAGE
         self.rows = Rows(slots * 0, positions, slots, index, table)
         self.q = randn(len(slots), heads.num_q * heads.dim, seed=3, dtype=BF16)
@@ -280,7 +313,7 @@ class Inputs:
 def floor_us(case: Case) -> float:
     """Return the time of reading all keys and values once, or of the products at 700 TFLOP/s if longer."""
     reads = case.cache_bytes / MEMORY_BYTES_PER_US
-    keys = case.slots * case.rows * (case.context - (case.rows - 1) / 2)
+    keys = case.rows * (sum(case.contexts) - case.slots * (case.rows - 1) / 2)
     return round(max(reads, keys * case.heads.num_q * case.heads.dim * 4 / 700e6), 1)
 
 

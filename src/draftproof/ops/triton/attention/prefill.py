@@ -49,9 +49,7 @@ from draftproof.ops.triton.kernel_utils import INTERPRETED, next_power_of_two
 
 MAX_ONE_LIST_ROWS = 512  # with more rows there is a list of tall tiles too
 MAX_DEEP_PIPELINE_ROWS = 96  # up to it a program can have two blocks of keys in flight
-MAX_CHUNKED_ROWS = 48  # up to it tiles are divided into chunks
 MIN_CHUNKED_PROGRAMS = 128  # with fewer programs, parallel spans are faster than chunks
-ROWS_PER_CHUNK_SPAN = 8  # rows of the call per span of a chunk: fewer tiles have shorter chunks
 
 
 @triton.jit
@@ -308,12 +306,14 @@ class PrefillAttention:
 
     def chunk_spans(self, num_rows: int, heads: AttentionShape, table: Tensor, page_size: int) -> int:
         """Return the spans of a chunk of a tile; 0: tiles are not divided."""
+        chunked = CHUNKED_TILES.get(padded_dim(heads))
+        if chunked is None or num_rows * heads.num_kv < MIN_CHUNKED_PROGRAMS:
+            return 0
         spans = triton.cdiv(table.shape[1] * page_size, splitkv.SPAN)
-        if num_rows > MAX_CHUNKED_ROWS or num_rows * heads.num_kv < MIN_CHUNKED_PROGRAMS:
+        chunk = chunked.chunk_spans(num_rows, heads.num_kv)
+        if not chunk or not splitkv.scratch_fits(num_rows, heads, spans):
             return 0
-        if padded_dim(heads) not in CHUNKED_TILES or not splitkv.scratch_fits(num_rows, heads, spans):
-            return 0
-        return max(num_rows // ROWS_PER_CHUNK_SPAN, triton.cdiv(spans, MAX_CHUNKS), 1)
+        return max(chunk, triton.cdiv(spans, MAX_CHUNKS))
 
     def __call__(
         self, q: Tensor, rows: Rows, heads: AttentionShape, cache: Tensor, out: Tensor, pdl: bool,
@@ -329,7 +329,7 @@ class PrefillAttention:
         selected = kernels if self.has_wgmma and kernels.is_selected(q, rows, heads, cache, sinks) else None
         attend_even = partial(self._attend_even, selected, q, rows, heads, cache, out, pdl)
         if chunk := self.chunk_spans(count, heads, rows.page_table, page_size):
-            short = config(CHUNKED_TILES)
+            short = config({width: CHUNKED_TILES[width].config})
             spans = triton.cdiv(rows.page_table.shape[1] * page_size, splitkv.SPAN)
             tiles = attend_even(short, chunk)
             scratch = self._partials.reserve(count * heads.num_q * spans, width, count * heads.num_kv)
