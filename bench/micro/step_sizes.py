@@ -54,7 +54,8 @@ class Watch:
         seconds: float | None = self._observe(step)
         if not planned.has_prompts and seconds:
             rows = planned.num_rows
-            predicted = self.cost.row_seconds(rows) + self.cost.context_seconds(step.num_keys)
+            context = self.cost.context_seconds(step.num_keys, len(planned.slots))
+            predicted = self.cost.row_seconds(rows) + context
             line = seconds, times.waited - since, predicted, times.was_ready
             self.seen[self.cost.size(rows)].append(line)
         return seconds

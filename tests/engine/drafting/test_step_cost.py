@@ -32,24 +32,24 @@ def test_context_and_sizes_are_learned_without_drift(noise: float) -> None:
     for i in range(20_000):
         rows, keys = (8, 16)[i // 7 % 2], 1000 + i % 500
         seconds = (1.1 if rows == 16 else 1.0) * TABLE[rows] + 4e-4 * keys
-        cost.observe(rows, keys, seconds * (1 + noise * draw.normal()))
+        cost.observe(rows, keys, seconds * (1 + noise * draw.normal()), num_drafts=rows - 8)
     for rows, factor in ((8, 1.0), (16, 1.1)):
         expected = factor * TABLE[rows] + 0.5
-        assert cost.row_seconds(rows) + cost.context_seconds(1250) == pytest.approx(expected, rel=0.05)
+        assert cost.row_seconds(rows) + cost.context_seconds(1250, 8) == pytest.approx(expected, rel=0.05)
     assert cost.row_seconds(16) - cost.row_seconds(8) == pytest.approx(0.45, abs=0.15)
 
 
 def test_first_step_sets_the_context() -> None:
     cost = StepCost(TABLE)
     cost.observe(8, 100, 1.7)
-    assert cost.context_seconds(100) == pytest.approx(0.5) and cost.row_seconds(8) == pytest.approx(1.2)
+    assert cost.context_seconds(100, 8) == pytest.approx(0.5) and cost.row_seconds(8) == pytest.approx(1.2)
 
 
 def test_slow_first_step_is_not_kept_as_context() -> None:
     cost = StepCost(TABLE)
     for seconds in (4.0, 1.7):
         cost.observe(8, 100, seconds)
-    assert cost.context_seconds(100) == pytest.approx(0.5)
+    assert cost.context_seconds(100, 8) == pytest.approx(0.5)
 
 
 def test_pauses_are_ignored_until_they_are_the_rule() -> None:
@@ -57,16 +57,16 @@ def test_pauses_are_ignored_until_they_are_the_rule() -> None:
     cost.observe(8, 100, 1.2)
     for i in range(MAX_PAUSES - 1):
         cost.observe((8, 16)[i % 2], 100, 2 * PAUSE_FACTOR * 2)
-    assert cost.context_seconds(100) == pytest.approx(0.0)
+    assert cost.context_seconds(100, 8) == pytest.approx(0.0)
     for i in range(8):
         cost.observe((8, 16)[i % 2], 100, 2 * PAUSE_FACTOR * 2)
-    assert cost.context_seconds(100) > 1.0
+    assert cost.context_seconds(100, 8) > 1.0
 
 
 def test_a_cost_that_does_not_learn_stays() -> None:
     cost = StepCost.unmeasured(64)
     cost.observe(8, 100, 9.0)
-    assert cost.row_seconds(64) == 2.0 and cost.context_seconds(100) == 0.0
+    assert cost.row_seconds(64) == 2.0 and cost.context_seconds(100, 8) == 0.0
 
 
 def test_rows_are_free_up_to_the_host_part() -> None:
@@ -136,7 +136,7 @@ def test_drafts_cost_more_behind_a_long_context_and_not_behind_a_short_one() -> 
     for keys in (5000, 500):
         table = cost.table_for(1, cost.draft_context_seconds(1, keys))
         for num_drafts in (6, 12, 15):
-            found = float(np.interp(1 + num_drafts, *table)) + cost.context_seconds(keys)
+            found = float(np.interp(1 + num_drafts, *table)) + cost.context_seconds(keys, 1)
             assert found == pytest.approx(seconds(num_drafts, keys), rel=0.1)
     # two requests: each draft reads the keys of its own
     added = cost.table_for(2, cost.draft_context_seconds(2, 5000))[1] - cost.table[1]
@@ -161,12 +161,24 @@ def test_a_large_batch_behind_a_small_one_sees_what_its_drafts_cost() -> None:
             drafts = 3 * requests if i % 16 else 0
             size = next(size for size in base if size >= requests + drafts)
             cost.observe(requests + drafts, keys + i, base[size] + 0.1 + per_key * keys, num_drafts=drafts)
-        context = cost.context_seconds(keys)
+        context = cost.context_seconds(keys, requests)
         return (cost.row_seconds(4 * requests) + context) / (cost.row_seconds(requests) + context)
 
     for _ in range(3):
         run(64, 1, 100)
         assert run(64, 256, 85_000) == pytest.approx((1.35 + 0.1 + 0.93) / (0.78 + 0.1 + 0.93), rel=0.07)
+
+
+def test_each_number_of_requests_has_a_cost_of_context() -> None:
+    """Other kernels read the keys of a large batch: 20 ns a key at 64 requests, 11 at 256 (H200)."""
+    cost, per_key = StepCost({64: 0.5, 256: 0.8, 1024: 1.3}), {64: 20e-6, 256: 11e-6}
+    for requests, keys in ((64, 26_000), (256, 100_000), (64, 26_000)):
+        for i in range(4):
+            seconds = cost.row_seconds(requests) + per_key[requests] * (keys + i)
+            cost.observe(requests, keys + i, seconds)
+        assert cost.context_seconds(keys, requests) == pytest.approx(per_key[requests] * keys, rel=0.01)
+    assert cost.context_seconds(1e6, 200) == cost.context_seconds(1e6, 256)  # padded to the same size
+    assert cost.context_seconds(1e6, 1000) == cost.context_seconds(1e6, 256)  # nearest that was observed
 
 
 @pytest.mark.parametrize(("factor", "tolerance"), [(1.3, 0.2), (2.0, 0.3)])
@@ -177,5 +189,5 @@ def test_rows_that_were_timed_too_slow_give_no_negative_context(factor: float, t
         keys = 1000 if i // 40 % 2 else 4000
         cost.observe(8, keys, TABLE[8] + per_key * keys)
     for keys in (1000, 4000):
-        found, truth = cost.row_seconds(8) + cost.context_seconds(keys), TABLE[8] + per_key * keys
+        found, truth = cost.row_seconds(8) + cost.context_seconds(keys, 8), TABLE[8] + per_key * keys
         assert found == pytest.approx(truth, rel=tolerance)

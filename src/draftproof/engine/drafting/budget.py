@@ -38,7 +38,8 @@ MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 64  # steps between probes
 FIRST_PROBE_LENGTH = 2  # drafts of a new request's first step with drafts, while such drafts are accepted
 MIN_FIRST_PROBE_RATE = 0.1  # acceptance rate of the prior below which a new request is not probed at once
 PROBE_TIME_SHARE = 0.01  # of the time, for probes: it sets the interval between those limits
-FIRST_PLAIN_STEPS, FIRST_PLAIN_INTERVAL_STEPS = 4, 4  # steps without drafts at first, every 4th step
+FIRST_PLAIN_STEPS = 2  # steps without drafts at first, for each number of requests
+FIRST_PLAIN_INTERVAL_STEPS = 4  # between them
 PLAIN_INTERVAL_STEPS = 32  # steps between steps without drafts
 LONG_PLAIN_INTERVAL_STEPS = 128  # where drafts are expected to gain more than MIN_LONG_INTERVAL_SPEEDUP
 MIN_LONG_INTERVAL_SPEEDUP = 1.3
@@ -137,7 +138,7 @@ class DraftBudget:
         if num_fixed == len(slots):
             return self._choose_all(slots, max_drafts)
         cost = self._cost
-        self._context = context = cost.context_seconds(keys)
+        self._context = context = cost.context_seconds(keys, len(slots))
         self._floor = floor = cost.host_floor(context)
         self._draft_context = cost.draft_context_seconds(len(slots), keys)
         draft_cost = cost.draft_seconds(len(slots)) if self._charges_drafting and not num_fixed else 0.0
@@ -161,7 +162,7 @@ class DraftBudget:
             self._last_probe = self._num_steps
         if found.has_probes:
             self._last_probe_result = self._num_steps + MAX_HOLD_STEPS
-        if self._is_plain_step_due(found, num_fixed):
+        if self._is_plain_step_due(found, len(slots), num_fixed):
             self._last_plain_step, self._hold_left = self._num_steps, 0
             return np.zeros_like(found.drafts)
         if not found.num_assigned:
@@ -169,12 +170,12 @@ class DraftBudget:
             self._hold_left = min(MAX_HOLD_STEPS, max(0, next_probe - self._num_steps - 1))
         return found.drafts
 
-    def _is_plain_step_due(self, found: budget_kernels.Assignment, num_fixed: int) -> bool:
+    def _is_plain_step_due(self, found: budget_kernels.Assignment, num_requests: int, num_fixed: int) -> bool:
         """Return whether the coming step is to run without drafts, so that its seconds are observed."""
         if not found.num_assigned or num_fixed or not self._cost.learns:
             return False
         num_steps = self._num_steps - self._last_plain_step
-        if self._cost.num_plain_steps < FIRST_PLAIN_STEPS:
+        if self._cost.num_plain_steps(num_requests) < FIRST_PLAIN_STEPS:
             return num_steps >= FIRST_PLAIN_INTERVAL_STEPS
         is_slight = found.speedup < MIN_LONG_INTERVAL_SPEEDUP
         return num_steps >= (PLAIN_INTERVAL_STEPS if is_slight else LONG_PLAIN_INTERVAL_STEPS)

@@ -164,7 +164,7 @@ class DraftPolicy:
         is_copying, cost = self._is_copying[slots], self.cost
         num_tokens = len(slots) + int(drafts[is_copying].sum())  # per step, without the model
         num_gaining = np.count_nonzero(drafts[~is_copying])
-        seconds = cost.row_seconds(len(slots) + int(drafts.sum())) + cost.context_seconds(keys)
+        seconds = cost.row_seconds(len(slots) + int(drafts.sum())) + cost.context_seconds(keys, len(slots))
         gain = num_gaining * max(MIN_MODEL_GAIN_TOKENS, self._model_gain)
         return bool(gain * seconds > cost.draft_seconds(len(slots)) * num_tokens)
 

@@ -1,13 +1,14 @@
 """Cost model of a step: seconds by rows and context, timed at start-up and corrected by observed steps.
 
-    seconds(rows, keys) = base[rows] * (1 + correction[rows]) + per_key * keys + per_draft_key * draft_keys
+    seconds = base[rows] * (1 + correction[rows]) + per_key[requests] * keys + per_draft_key * draft_keys
 
 `base` is timed at start-up on empty steps, so it has no cost of context: `keys` is the number of stored
 tokens that the requests of a step read. The other terms are exponentially weighted averages of the error of
 past predictions. A share of each error goes to the correction of the step's size and, less, of sizes near
 it. Of a step without drafts a share also goes to `per_key`, the more the larger the context's part of the
-prediction is. A step with drafts corrects neither `per_key` nor smaller sizes: its rows read the same keys
-several times. A step without drafts would seem as slow, and drafts free.
+prediction is. Other kernels read the keys of more requests, so each number of requests has a cost of its own;
+one without observations has that of the nearest. A step with drafts corrects neither `per_key` nor smaller
+sizes: its rows read the same keys several times. A step without drafts would seem as slow, and drafts free.
 
 On the CPU attention computes each row with each of its keys, so a draft costs more the longer the context is.
 `draft_keys` is the number of drafts times the keys of a request, and a share of the error of a step with
@@ -32,7 +33,6 @@ from draftproof.array_types import Floats64
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
 CONTEXT_RATE = 1 / 4  # share of an error that goes to the cost of a key, if the step were context alone
 MIN_CONTEXT_WEIGHT = 1 / 8  # factor of that rate at least, so that a cost of zero can rise
-MAX_CONTEXT_FACTOR = 1.5  # times a step's seconds: rows and context cannot take more
 FIRST_CONTEXT_STEPS = 4  # observed steps without drafts that set the cost of a key; with drafts: of a draft
 DRAFT_CONTEXT_RATE = 1 / 4  # and of a step with drafts to the cost of a key of a draft
 SIZE_RATE = 1 / 16  # and to the correction of the step's size; more in its first steps
@@ -75,7 +75,8 @@ class StepCost:
         self._timed: list[float] = np.interp(self._rows, self._sizes, self._base).tolist()
         self.table = np.array([self._rows, self._rows], np.float64)
         octaves = np.log2(self._sizes)
-        self._influence = np.exp(-np.abs(octaves[:, None] - octaves) / NEIGHBOUR_OCTAVES)
+        self._distances = np.abs(octaves[:, None] - octaves)
+        self._influence = np.exp(-self._distances / NEIGHBOUR_OCTAVES)
         self._draft_influence = np.triu(self._influence)  # of a step with drafts: not on smaller sizes
         self._draft_requests = sorted(draft_seconds)
         self._draft_seconds = [draft_seconds[count] for count in self._draft_requests]
@@ -91,18 +92,25 @@ class StepCost:
 
     def _reset(self) -> None:
         self._num_pauses = 0
-        self.num_plain_steps = 0  # observed steps without drafts
-        self._per_key = self._per_draft_key = self._draft_overhead = 0.0
+        self._num_plain_steps = np.zeros(len(self._sizes), np.int64)  # observed without drafts, by requests
+        self._per_key = np.zeros(len(self._sizes))
+        self._per_draft_key = self._draft_overhead = 0.0
         self._num_draft_steps = 0  # observed steps with drafts
         self._correction = np.zeros(len(self._sizes))
         self._num_seen = [0] * len(self._sizes)  # observed steps of each size
         self._fill_table()
+        self._fill_context()
 
     def _fill_table(self) -> None:
         """Write the corrected seconds; a larger step is never cheaper."""
         seconds = np.maximum.accumulate(self._base * (1 + self._correction))
         self.table[1] = np.interp(self._rows, self._sizes, seconds) if self._interpolate else seconds
         self._seconds: list[float] = self.table[1].tolist()
+
+    def _fill_context(self) -> None:
+        """Write the seconds of a key; sizes without observations have those of the nearest."""
+        distances = np.where(self._num_plain_steps > 0, self._distances, np.inf)
+        self._key_seconds: list[float] = self._per_key[distances.argmin(axis=1)].tolist()
 
     def record_host_seconds(self, seconds: float) -> None:
         """Take in the host's part of a step that ran beside the device."""
@@ -128,30 +136,30 @@ class StepCost:
             self._correct(rows, keys, seconds, num_drafting, num_drafts)
 
     def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int, num_drafts: int) -> None:
-        draft, has_drafts = self.draft_seconds(num_drafting), num_drafts > 0
-        self._bound_context(rows, keys, seconds)
-        if self.num_plain_steps < FIRST_CONTEXT_STEPS and not has_drafts:
-            self._start_context(keys, seconds - self.row_seconds(rows) - draft)
-            return
-        expected = self.row_seconds(rows) + self.context_seconds(keys) + draft
-        draft_keys = num_drafts * keys / (rows - num_drafts) if self._interpolate else 0.0
-        if draft_keys and self._num_draft_steps < FIRST_CONTEXT_STEPS:
-            self._start_draft_context(draft_keys, seconds - expected)
-            return
-        expected += self._per_draft_key * draft_keys
+        draft, requests, has_drafts = self.draft_seconds(num_drafting), rows - num_drafts, num_drafts > 0
+        context, draft_keys = self.context_seconds(keys, requests), 0.0
+        if self._interpolate:
+            draft_keys = num_drafts * keys / requests
+        expected = self.row_seconds(rows) + context + draft + self._per_draft_key * draft_keys
         error = seconds - expected
-        if error > (PAUSE_FACTOR - 1) * expected:
+        if self._num_plain_steps.any() and error > (PAUSE_FACTOR - 1) * expected:
             self._num_pauses += 1
             if self._num_pauses == MAX_PAUSES:
                 self._reset()
             return
         self._num_pauses = 0
+        if not has_drafts and self.num_plain_steps(requests) < FIRST_CONTEXT_STEPS:
+            self._start_context(requests, keys, context + error)
+            return
+        if draft_keys and self._num_draft_steps < FIRST_CONTEXT_STEPS:
+            self._start_draft_context(draft_keys, error + self._per_draft_key * draft_keys)
+            return
         error = min(error, MAX_ERROR_SHARE * expected)
         if not has_drafts:
-            self.num_plain_steps += 1
-            weight = max(self.context_seconds(keys) / expected, MIN_CONTEXT_WEIGHT)
-            moved = max(CONTEXT_RATE * weight * error, -self._per_key * keys)
-            self._per_key += moved / keys
+            weight = max(context / expected, MIN_CONTEXT_WEIGHT)
+            moved = max(CONTEXT_RATE * weight * error, -context)
+            self._per_key[self._index(requests)] += moved / keys
+            self._fill_context()
             error -= moved
         elif draft_keys:
             moved = max(DRAFT_CONTEXT_RATE * error, -self._per_draft_key * draft_keys)
@@ -170,28 +178,19 @@ class StepCost:
             self._draft_overhead *= 1 - DRAFT_DECAY
         self._fill_table()
 
-    def _bound_context(self, rows: int, keys: int, seconds: float) -> None:
-        """Lower `per_key` at once where a step took far less than its rows and its context.
-
-        Steps with drafts count too: they read the keys at least once. A cost that was learned from few keys
-        may be many times too high: whatever a step costs besides its rows was divided by them.
-        """
-        row_seconds = min(self._timed[bisect_left(self._rows, rows)], self.row_seconds(rows))
-        if row_seconds + self._per_key * keys > MAX_CONTEXT_FACTOR * seconds:  # draft rounds are in `seconds`
-            self._per_key = min(self._per_key, max(0.0, seconds - row_seconds) / keys)
-
-    def _start_context(self, keys: int, seconds: float) -> None:
+    def _start_context(self, requests: int, keys: int, seconds: float) -> None:
         """Set `per_key` from the first steps: the smallest, because a first step is often slow.
 
         The table was timed on empty steps, so that the rest of a step without drafts is context.
         """
-        found = max(0.0, seconds) / keys
-        self._per_key = found if not self.num_plain_steps else min(self._per_key, found)
-        self.num_plain_steps += 1
+        at, found = self._index(requests), max(0.0, seconds) / keys
+        self._per_key[at] = min(self._per_key[at], found) if self._num_plain_steps[at] else found
+        self._num_plain_steps[at] += 1
+        self._fill_context()
 
     def _start_draft_context(self, draft_keys: float, seconds: float) -> None:
         """Set `per_draft_key` from the first steps with drafts once `per_key` is known: the smallest."""
-        if not self.num_plain_steps:
+        if not self._num_plain_steps.any():
             return
         found = max(0.0, seconds) / draft_keys
         self._per_draft_key = found if not self._num_draft_steps else min(self._per_draft_key, found)
@@ -213,9 +212,16 @@ class StepCost:
         """Return the seconds of a step without context; more rows than timed cost as many as timed."""
         return self._seconds[min(bisect_left(self._rows, rows), len(self._rows) - 1)]
 
-    def context_seconds(self, keys: float) -> float:
+    def _index(self, rows: int) -> int:
+        return min(bisect_left(self._sizes, rows), len(self._sizes) - 1)
+
+    def num_plain_steps(self, requests: int) -> int:
+        """Return how many steps without drafts have set the cost of a key, up to FIRST_CONTEXT_STEPS."""
+        return int(self._num_plain_steps[self._index(requests)])
+
+    def context_seconds(self, keys: float, requests: int) -> float:
         """Return the seconds that do not depend on the number of rows."""
-        return self._per_key * keys
+        return self._key_seconds[self._index(requests)] * keys
 
     def host_floor(self, context_seconds: float) -> float:
         """Return the seconds up to which the rows of a step are hidden behind the host's part."""
