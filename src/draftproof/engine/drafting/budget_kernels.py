@@ -153,7 +153,13 @@ def best_draft_count(  # type: ignore[no-untyped-def]
     of `width` drafts; fewer drafts than that need fewer rounds.
     """
     num_drafts, count, gained, best, best_score = len(flat_gains), 0, 0.0, 0, 0.0
-    smallest = np.searchsorted(table[0], rows)
+    smallest, end = 0, table.shape[1]
+    while smallest < end:  # the searchsorted of numba imports scipy in every process
+        middle = (smallest + end) // 2
+        if table[0, middle] < rows:
+            smallest = middle + 1
+        else:
+            end = middle
     plain_seconds = max(table[1, min(smallest, table.shape[1] - 1)], floor) + context
     for at in range(smallest, table.shape[1]):
         room = min(int(table[0, at]) - rows, num_drafts)
