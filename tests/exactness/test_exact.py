@@ -27,6 +27,7 @@ from exact_matrix import (
     ONE_MODEL,
     OVERLAP_OPTIONS,
     SCHEDULER_FACTORS,
+    SHORT_LENGTH,
     TEST_METHODS,
     check,
     named,
@@ -87,7 +88,7 @@ def test_grammars_are_exact(case):
 
 @pytest.mark.parametrize("case", each_level([*MATRIX, *GRAMMAR_MATRIX, *OVERLAP_MATRIX], num_rows), ids=named)
 def test_torch_backend_is_exact(case):
-    check(case, "torch")
+    check(case, "torch", lengths=SHORT_LENGTH)
 
 
 @pytest.mark.parametrize("case", each_level(MATRIX, num_rows, KERNEL_FACTORS), ids=named)
@@ -100,7 +101,7 @@ def test_reference_backend_is_exact(method):
     case = {"option": "mix", "arch": "mistral", "batch": 2, "chunk": 16, "traffic": "together"}
     rest = {"strategy": "target_match", "k": 3, "temperature": 0.7, "dtype": "float32", "adaptive": True}
     rest |= {"method": method, "overlap": False, "prefix": "hit", "pages": "many", "priority": "shuffled"}
-    check({**case, **rest}, "reference")
+    check({**case, **rest}, "reference", lengths=SHORT_LENGTH)
 
 
 # --- preemption and prefix cache ---

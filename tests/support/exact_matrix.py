@@ -24,6 +24,7 @@ MAX_TOKENS = {"many": 8, "few": 8, "preempted": 10}  # pages -> tokens; 8 may en
 LONG_MAX_TOKENS = 14  # where 8 tokens would end before a JSON answer, or before a second window of 8 drafts
 # Chunk -> prompt length; 7 prompts exceed 512, and outputs of the longest pass the end of a span of 128 keys.
 LENGTH = {16: 40, 64: 100, 512: 124}
+SHORT_LENGTH = {16: 20, 64: 70, 512: 124}  # for a slow backend; past the end of a chunk and of two pages
 TRAFFIC: dict[str, dict[str, Any]] = {
     "together": {},
     "arriving": {"arrivals": [2, 0, 0, 1, 3, 5, 8]},
@@ -102,14 +103,20 @@ def named(levels: dict[str, Any]) -> str:
     return "-".join(str(level) for level in levels.values())
 
 
-def check(levels: dict[str, Any], backend: str = "auto", threads: int = 1, device: str = "cpu") -> None:
+def check(
+    levels: dict[str, Any],
+    backend: str = "auto",
+    threads: int = 1,
+    device: str = "cpu",
+    lengths: Mapping[int, int] = LENGTH,
+) -> None:
     grammar = levels.get("grammar", "none")
     first = Case(
         0,
         levels["option"],
         levels["temperature"],
         levels["strategy"],
-        LENGTH[levels["chunk"]],
+        lengths[levels["chunk"]],
         grammar=grammar,
     )
     others = NEIGHBOURS[levels["k"] % 3 :] + NEIGHBOURS[: levels["k"] % 3]  # other pairs
