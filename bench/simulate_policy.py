@@ -1,11 +1,13 @@
 """Draft policy without a clock: step times come from a table, so the load of the machine does not matter.
 
     python bench/simulate_policy.py adaptive [--distinct 16] [--tokens 64] [--load build/outputs.json]
+    python bench/simulate_policy.py closed --prompts spec_bench.jsonl [--distinct 16] [--tokens 128]
     python bench/simulate_policy.py hybrid --prompts spec_bench.jsonl [--machine cpu,h200,eight] [--count 4]
 
 adaptive: n-gram drafts. Outputs of the model are recorded once (--load keeps them), so the acceptance of any
 draft is known. A side is a number of steps of known rows. The adaptive side has the table of empty steps and
 learns the cost of context from its own steps, observed with noise. The oracle verifies accepted drafts only.
+closed: n-gram drafts in batches without arrivals, with step times of an H200 (common/closed_batches.py).
 hybrid: the engine runs on the CPU, and its own policy decides by the table. On `h200` and `eight` the rounds
 of the model are decided before a step, on `cpu` behind it. Each task runs once before it counts.
 The last line of stdout is JSON with command, hardware and commit.
@@ -23,6 +25,7 @@ from typing import Any
 import head
 import numpy as np
 from adaptive import FIXED, TASKS, K
+from common.closed_batches import BATCHES, closed_batches
 from common.measure import finish
 
 from draftproof import LLM, SamplingParams
@@ -38,6 +41,7 @@ H200 |= {2560: 3.2, 3072: 3.7, 4096: 4.8}
 MACHINES = {"cpu": (CPU, 0.0027, False), "h200": (H200, 3e-6, True)}  # rows, a key, padded and overlapped
 CELLS = (("cpu", 1, 8), ("cpu", 8, 4), ("cpu", 32, 3), ("h200", 1, 8), ("h200", 64, 6), ("h200", 256, 3))
 NOISE = 0.1
+MAX_LEN = 2048  # tokens of a recorded request
 
 
 def followed(text: list[int]) -> list[int]:
@@ -185,10 +189,15 @@ def record_outputs(options: argparse.Namespace) -> list[list[list[int]]]:
     """Return prompts and outputs of the model, from the file of --load if it exists."""
     if options.load and options.load.exists():
         return json.loads(options.load.read_text())  # type: ignore[no-any-return]
-    llm = LLM(options.model, dtype="bfloat16", speculative_config={"method": "ngram"}, max_model_len=2048)
+    llm = LLM(options.model, dtype="bfloat16", speculative_config={"method": "ngram"}, max_model_len=MAX_LEN)
     vocab, count = llm.engine.limits.vocab_size, options.distinct
-    lists = [make(count, vocab, llm.tokenizer) for make in TASKS.values()]
-    prompts = [prompts[i] for i in range(count) for prompts in lists]
+    if options.prompts:
+        texts = [text for texts in head.read(options.prompts, count).values() for text in texts]
+        encoded = [llm.chat_token_ids([{"role": "user", "content": text}]) for text in texts]
+        prompts = [ids for ids in encoded if len(ids) + options.tokens < MAX_LEN]
+    else:
+        lists = [make(count, vocab, llm.tokenizer) for make in TASKS.values()]
+        prompts = [prompts[i] for i in range(count) for prompts in lists]
     params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
     results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     made = [[ids, list(a.outputs[0].token_ids)] for ids, a in zip(prompts, results, strict=True)]
@@ -334,7 +343,7 @@ def replay(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of either replay."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("part", choices=["adaptive", "hybrid"])
+    parser.add_argument("part", choices=["adaptive", "closed", "hybrid"])
     parser.add_argument("--machine", type=lambda text: text.split(","), default=list(HYBRID_MACHINES))
     parser.add_argument("--distinct", type=int, default=16, help="prompts of each task")
     parser.add_argument("--load", type=Path)
@@ -345,6 +354,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
         simple = argparse.ArgumentParser()
         simple.add_argument("--model", default="smollm2-135m")
         simple.add_argument("--tokens", type=int, default=64)
+        simple.add_argument("--prompts", type=Path)
         options = simple.parse_args(rest)
     for name, value in vars(mine).items():
         setattr(options, name, value)
@@ -360,11 +370,14 @@ def main() -> None:
         )
         return
     outputs = RecordedDrafts(record_outputs(options), options.tokens)
-    cells = {f"{machine} {batch}": cell(machine, batch, turns, outputs) for machine, batch, turns in CELLS}
-    finish(
-        "simulate_policy",
-        {"part": "adaptive", "model": options.model, "tokens": options.tokens, "cells": cells},
-    )
+    if options.part == "closed":
+        found: dict[str, Any] = {"batches": BATCHES, "over plain": closed_batches(outputs, K)}
+    else:
+        found = {
+            f"{machine} {batch}": cell(machine, batch, turns, outputs) for machine, batch, turns in CELLS
+        }
+    described = {"part": options.part, "model": options.model, "tokens": options.tokens}
+    finish("simulate_policy", described | {"cells": found})
 
 
 if __name__ == "__main__":
