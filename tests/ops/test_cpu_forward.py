@@ -115,6 +115,25 @@ def test_attention_is_correct_and_rows_are_independent(
         assert same(part, whole[start:end])
 
 
+@pytest.mark.parametrize("dim", (32, 48, 64))
+def test_attention_has_the_same_bits_for_every_page_size(
+    backend: tuple[CpuOps, torch.dtype], dim: int
+) -> None:
+    """Keys are transposed 8 or 16 at a time, by page size and head dimension."""
+    ops, dtype = backend
+    heads, lengths = AttentionShape(6, 2, dim, 0.2, 0), [200, 1, 70]
+    first = Paged(heads, lengths, dtype, page_size=8)
+    where = [(0, p) for p in (0, 15, 16, 63, 64, 127, 199)] + [(1, 0), (2, 69)]
+    q = rand(len(where), heads.num_q * dim, dtype=dtype, seed=4)
+    want = ops.forward.attention(q, first.rows(where), heads, first.cache)
+    for page_size in (16, 24, 48, 64):
+        other = Paged(heads, lengths, dtype, page_size)
+        for slot, p in first.pool:
+            a, b = first.place(slot, p), other.place(slot, p)
+            other.cache[:, b // page_size, b % page_size] = first.cache[:, a // 8, a % 8]
+        assert same(ops.forward.attention(q, other.rows(where), heads, other.cache), want), page_size
+
+
 def test_attention_ignores_keys_beyond_the_row(backend: tuple[CpuOps, torch.dtype]) -> None:
     """Rows 40..45 of one request together, with NaN stored by the rows after row 42."""
     ops, dtype = backend

@@ -100,14 +100,19 @@ def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
             end = _run_end(args, first, rows)
             slot, low, high = _splits(args, first, end)
             queries = (end - first) * group
-            for head in range(num_kv):
-                if shared:
-                    for split in range(low, high):
+            if shared:  # heads side by side: their keys are adjacent in memory
+                step = queries * (wide + 2) * 4
+                for split in range(low, high):
+                    for head in range(num_kv):
                         if begin <= unit < stop:
-                            split_keys(args, first, end, head, slot, split, where, scratch)
+                            part = where + (head * (high - low) + split - low) * step
+                            split_keys(args, first, end, head, slot, split, part, scratch)
                         unit += 1
-                        where += queries * (wide + 2) * 4
-                elif run % threads == thread:
+                where += num_kv * (high - low) * step
+                first = end
+                continue
+            for head in range(num_kv):
+                if run % threads == thread:
                     total = scratch  # [queries, wide]
                     state = total + queries * wide * 4  # [queries, 2]
                     part = state + queries * 8  # [queries, wide]

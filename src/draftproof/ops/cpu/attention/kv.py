@@ -38,12 +38,17 @@ def element_bytes(bf16: bool, form: int) -> int:
 
 
 @inlined
+def page_start(pages: int, entry: int, page_size: int, num_pages: int) -> int:
+    """Return the index of the first key of an entry of the page table."""
+    # a page out of range reads valid memory of the cache instead of foreign memory
+    return min(max(load_i32(pages + 4 * entry), 0), num_pages - 1) * page_size
+
+
+@inlined
 def token_index(pages: int, key: int, page_size: int, num_pages: int) -> int:
     """Return the index of a key in the cache, from a row of the page table."""
     entry = key // page_size
-    # a page out of range reads valid memory of the cache instead of foreign memory
-    page = min(max(load_i32(pages + 4 * entry), 0), num_pages - 1)
-    return page * page_size + key - entry * page_size
+    return page_start(pages, entry, page_size, num_pages) + key - entry * page_size
 
 
 @inlined

@@ -18,19 +18,19 @@ from draftproof.ops.cpu.jit.simd import LANES, VF, VH, load_value, widen_bf16
 COLUMNS = 64  # columns per panel: 4 vectors
 VECTORS = COLUMNS // LANES
 MAX_ROWS = 4  # rows that share a pass over B
+HAS_AVX512 = bool(binding.get_host_cpu_features().get("avx512f"))
 UNROLL = 4  # steps whose elements of A are loaded at once, where an instruction multiplies by a lane
 _PREFETCH = 4096  # bytes ahead in B; one row alone does not hide the memory latency
 
 
 def _panel_of(rows: int, bf16: bool, prefetches: bool) -> Any:
     """Return an intrinsic (a, a_stride, b, b_stride, c, c_stride, steps) for a fixed number of rows."""
-    has_avx512 = bool(binding.get_host_cpu_features().get("avx512f"))
     # several passes are faster than more sums than the registers hold
-    vectors = VECTORS if has_avx512 or rows == 1 else 1
+    vectors = VECTORS if HAS_AVX512 or rows == 1 else 1
 
     def build(builder: Any, args: Any) -> None:
         if vectors == VECTORS:
-            _Pass(builder, args, rows, bf16, VECTORS, prefetches).emit(1 if has_avx512 else UNROLL)
+            _Pass(builder, args, rows, bf16, VECTORS, prefetches).emit(1 if HAS_AVX512 else UNROLL)
             return
         a, a_stride, b, b_stride, c, c_stride, steps = args
         with cgutils.for_range(builder, I64(VECTORS), intp=I64) as loop:
@@ -171,5 +171,22 @@ def _transpose_bf16(builder: Any, args: Any) -> None:
             builder.store(words, builder.inttoptr(where, PTR), align=1)
 
 
-# src, its stride, dst, its stride (bytes): fp32 [16, 16] to fp32, and bf16 [8, 8] to fp32
+def _transpose_bf16_pairs(builder: Any, args: Any) -> None:
+    """Emit a transpose that moves two elements at a time."""
+    src, src_stride, dst, dst_stride = args
+    words = ir.VectorType(I32, LANES)
+    lines = [
+        load_value(builder, builder.add(src, builder.mul(src_stride, I64(i))), words) for i in range(LANES)
+    ]
+    _exchange(builder, lines)
+    for i, line in enumerate(lines):
+        low = builder.shl(line, ir.Constant(words, [16] * LANES))
+        high = builder.and_(line, ir.Constant(words, [0xFFFF0000 - 2**32] * LANES))
+        for element, value in enumerate((low, high)):
+            where = builder.add(dst, builder.mul(dst_stride, I64(2 * i + element)))
+            builder.store(value, builder.inttoptr(where, PTR), align=1)
+
+
+# src, its stride, dst, its stride (bytes): fp32 [16, 16] to fp32, bf16 [8, 8] and bf16 [16, 32] to fp32
 transpose, transpose_bf16 = op(void, [i64] * 4, _transpose), op(void, [i64] * 4, _transpose_bf16)
+transpose_bf16_pairs = op(void, [i64] * 4, _transpose_bf16_pairs)
