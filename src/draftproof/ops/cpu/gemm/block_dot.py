@@ -22,7 +22,6 @@ BLOCK = 32  # k of a block, which share one scale of the activations
 SUPER_BLOCKS = SUPER_BLOCK // BLOCK  # blocks that share a base
 SCALE_BYTES = {"fp16": 2, "fp32": 4, "int8": 1}
 STEPS = BLOCK // GROUP
-INTERLEAVE = 2  # rows whose chains of sums are emitted side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +113,17 @@ class _BlockEmitter:
         """Emit the totals of the rows plus the sums of one block."""
         emit_prefetches(builder, block, self.layout.block_bytes)
         integers, factors = self._integers(builder, block), self._factors(builder, block, bases)
+        starts, steps = [], self.layout.group // GROUP
+        for first in range(0, STEPS, steps):
+            correction = self.dot.correction(builder, integers[first : first + steps])
+            starts.append(self.dot.small_zero() if correction is None else correction)
         found: list[Any] = []
-        for first in range(0, len(totals), INTERLEAVE):
-            some = range(first, min(first + INTERLEAVE, len(totals)))
+        for first in range(0, len(totals), self.dot.interleave):
+            some = range(first, min(first + self.dot.interleave, len(totals)))
             words = [self.dot.row(builder, builder.add(x, I64(BLOCK * row)), STEPS) for row in some]
             floats = [builder.add(scales, I64(self.floats_bytes * row)) for row in some]
-            found += self._add(builder, [totals[row] for row in some], integers, factors, words, floats)
+            old = [totals[row] for row in some]
+            found += self._add(builder, old, starts, integers, factors, words, floats)
         return found
 
     def _float(self, builder: Any, addr: Any, index: int) -> Any:
@@ -158,12 +162,14 @@ class _BlockEmitter:
             loads = [builder.and_(x, low) for x in loads] + [builder.lshr(x, high) for x in loads]
         return [dot.weights(builder, value) for value in loads]
 
-    def _add(self, builder: Any, totals: Any, integers: Any, factors: Any, words: Any, floats: Any) -> Any:
+    def _add(
+        self, builder: Any, totals: Any, starts: Any, integers: Any, factors: Any, words: Any, floats: Any
+    ) -> Any:
         """Emit the totals of some rows plus the sums of their groups over a block."""
         layout, dot, steps = self.layout, self.dot, self.layout.group // GROUP
         row_scales = [self._float(builder, at, 0) for at in floats]
         for group in range(layout.num_groups):
-            sums = [dot.small_zero()] * len(totals)
+            sums = [starts[group]] * len(totals)
             for step in range(group * steps, (group + 1) * steps):
                 sums = [
                     dot.add(builder, s, integers[step], w[step]) for s, w in zip(sums, words, strict=True)

@@ -8,6 +8,7 @@ fp32 by ascending K, so a row's bits do not depend on the other rows.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from draftproof.ops.cpu.gemm.byte_dot import TILE_ROWS, UNIT_COLUMNS, Dot, selec
 from draftproof.ops.cpu.gemm.fma import ROW_CHUNK, finish, unit_rows
 from draftproof.ops.cpu.gemm.weight_format import PackedWeight, QuantizedFormat
 from draftproof.ops.cpu.jit import simd as v
-from draftproof.ops.cpu.jit.compile import Kernel, kernel, load_i64, share, store_f32
+from draftproof.ops.cpu.jit.compile import Kernel, inlined, kernel, load_f32, load_i64, share, store_f32
 
 INT8_MAX = 127
 SCALE_TYPES = {torch.float16: "fp16", torch.float32: "fp32", torch.int8: "int8"}
@@ -67,38 +68,82 @@ def pack_blocks(data: Tensor, scales: Tensor) -> PackedWeight:
     return PackedWeight(packed.contiguous(), depth, layout=layout)
 
 
+@inlined
+def _magnitude(first: Any, second: Any) -> Any:
+    zero = v.splat(_ZERO)
+    return v.maximum(v.maximum(first, v.sub(zero, first)), v.maximum(second, v.sub(zero, second)))
+
+
 @cache
-def quantize_blocks(layout_floats: int, bf16: bool) -> Kernel:
-    """Return the kernel that rounds rows to int8 in blocks, for activation blocks of so many floats."""
+def quantize_blocks(layout_floats: int, row_offset: int, bf16: bool) -> Kernel:
+    """Return the kernel that rounds rows to int8 in blocks, for activation blocks of so many floats.
+
+    row_offset: added to each integer, see `Dot`.
+    """
     size, groups = 2 if bf16 else 4, layout_floats - 1
+
+    @inlined
+    def rounded(x: int, inverse: Any) -> Any:
+        return v.rint(v.mul(v.tload(x, 0, 16, bf16), inverse))
+
+    @inlined
+    def store(to: int, first: Any, second: Any) -> None:
+        v.istore_bytes(to, v.iadd(v.to_int(first), v.isplat(row_offset)))
+        v.istore_bytes(to + 16, v.iadd(v.to_int(second), v.isplat(row_offset)))
 
     @kernel
     def quantize_blocks(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """Round blocks by their largest magnitude; args: out, floats, x, depth."""
+        """Round blocks by their largest magnitude; args: out, floats, x, depth.
+
+        Four blocks of a row are rounded side by side; at its end, blocks are repeated.
+        """
         out, floats, x, depth = load_i64(args), load_i64(args + 8), load_i64(args + 16), load_i64(args + 24)
-        blocks = depth // BLOCK
-        begin, end = share(rows * blocks, thread, threads)
-        for unit in range(begin, end):
-            row = unit // blocks
-            line, block = x + unit * BLOCK * size, tile_index(row, rows, unit - row * blocks, blocks)
-            to = out + block * BLOCK
-            first, second = v.tload(line, 0, 16, bf16), v.tload(line, 16, 16, bf16)
-            zero = v.splat(_ZERO)
-            top = v.maximum(v.maximum(first, v.sub(zero, first)), v.maximum(second, v.sub(zero, second)))
-            largest = v.max_lane(top)
-            inverse = np.float32(INT8_MAX) / largest if largest > _ZERO else _ZERO
-            scale = np.float32(largest / np.float32(INT8_MAX))
-            first = v.rint(v.mul(first, v.splat(inverse)))
-            second = v.rint(v.mul(second, v.splat(inverse)))
-            v.istore_bytes(to, v.to_int(first))
-            v.istore_bytes(to + 16, v.to_int(second))
-            at = floats + block * 4 * layout_floats
-            store_f32(at, scale)
+        blocks, half = depth // BLOCK, 16 * size
+        parts = (blocks + 3) // 4
+        begin, end = share(rows * parts, thread, threads)
+        row = begin // parts
+        part = begin - row * parts
+        for _ in range(begin, end):
+            b0 = 4 * part
+            b1, b2, b3 = min(b0 + 1, blocks - 1), min(b0 + 2, blocks - 1), min(b0 + 3, blocks - 1)
+            line = x + row * depth * size
+            x0, x1 = line + b0 * BLOCK * size, line + b1 * BLOCK * size
+            x2, x3 = line + b2 * BLOCK * size, line + b3 * BLOCK * size
+            largest = v.maximums_of_four(
+                _magnitude(v.tload(x0, 0, 16, bf16), v.tload(x0 + half, 0, 16, bf16)),
+                _magnitude(v.tload(x1, 0, 16, bf16), v.tload(x1 + half, 0, 16, bf16)),
+                _magnitude(v.tload(x2, 0, 16, bf16), v.tload(x2 + half, 0, 16, bf16)),
+                _magnitude(v.tload(x3, 0, 16, bf16), v.tload(x3 + half, 0, 16, bf16)),
+            )
+            zero, top = v.splat(_ZERO), v.splat(np.float32(INT8_MAX))
+            inverse = v.select(v.gt(largest, zero), v.div(top, largest), zero)
+            scale = v.div(largest, top)
+            i0, i1 = v.splat_first(inverse), v.splat_second(inverse)
+            i2, i3 = v.splat_third(inverse), v.splat_fourth(inverse)
+            f0, f1, f2, f3 = rounded(x0, i0), rounded(x1, i1), rounded(x2, i2), rounded(x3, i3)
+            s0, s1 = rounded(x0 + half, i0), rounded(x1 + half, i1)
+            s2, s3 = rounded(x2 + half, i2), rounded(x3 + half, i3)
+            t0, t1 = tile_index(row, rows, b0, blocks), tile_index(row, rows, b1, blocks)
+            t2, t3 = tile_index(row, rows, b2, blocks), tile_index(row, rows, b3, blocks)
+            store(out + t0 * BLOCK, f0, s0)
+            store(out + t1 * BLOCK, f1, s1)
+            store(out + t2 * BLOCK, f2, s2)
+            store(out + t3 * BLOCK, f3, s3)
+            v.store(scratch, scale)
             if groups == 1:  # sums of small integers are exact in fp32
-                store_f32(at + 4, scale * v.sum_lanes(v.add(first, second)))
+                sums = v.sums_of_four(v.add(f0, s0), v.add(f1, s1), v.add(f2, s2), v.add(f3, s3))
+                v.store(scratch + 64, v.mul(scale, sums))
             else:
-                store_f32(at + 4, scale * v.sum_lanes(first))
-                store_f32(at + 8, scale * v.sum_lanes(second))
+                v.store(scratch + 64, v.mul(scale, v.sums_of_four(f0, f1, f2, f3)))
+                v.store(scratch + 128, v.mul(scale, v.sums_of_four(s0, s1, s2, s3)))
+            for i in range(layout_floats):
+                store_f32(floats + (t0 * layout_floats + i) * 4, load_f32(scratch + 64 * i))
+                store_f32(floats + (t1 * layout_floats + i) * 4, load_f32(scratch + 64 * i + 16))
+                store_f32(floats + (t2 * layout_floats + i) * 4, load_f32(scratch + 64 * i + 32))
+                store_f32(floats + (t3 * layout_floats + i) * 4, load_f32(scratch + 64 * i + 48))
+            part += 1
+            if part == parts:
+                row, part = row + 1, 0
 
     return quantize_blocks
 
@@ -136,17 +181,19 @@ def make_linear(layout: BlockLayout, out_bf16: bool, dot: Dot) -> Kernel:
     return linear_blocks
 
 
-def select_kernel(layout: BlockLayout, out_bf16: bool) -> Kernel:
-    """Return the kernel of a layout and an output dtype on this machine."""
-    return make_linear(layout, out_bf16, select_dot(has_signed_weights=not layout.is_4bit))
+def layout_dot(layout: BlockLayout) -> Dot:
+    """Return the dot products of a layout on this machine."""
+    return select_dot(has_signed_weights=not layout.is_4bit)
 
 
 FORMAT = QuantizedFormat(
     pack=lambda data, scales, _: pack_blocks(data, scales),
-    quantize_rows=lambda packed, dtype: quantize_blocks(packed.layout.row_floats, dtype == torch.bfloat16),
+    quantize_rows=lambda packed, dtype: quantize_blocks(
+        packed.layout.row_floats, layout_dot(packed.layout).row_offset, dtype == torch.bfloat16
+    ),
     row_bytes=lambda packed: packed.depth,
     row_floats=lambda packed: packed.depth // BLOCK * packed.layout.row_floats,
-    kernel=lambda packed, out_bf16: select_kernel(packed.layout, out_bf16),
+    kernel=lambda packed, out_bf16: make_linear(packed.layout, out_bf16, layout_dot(packed.layout)),
     layout=BlockLayout,
     embed=lambda packed, dtype: embed_blocks(packed.layout, dtype == torch.bfloat16),
 )

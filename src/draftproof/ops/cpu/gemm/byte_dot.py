@@ -51,6 +51,8 @@ class Dot(Protocol):
 
     name: str
     width: int  # columns of a vector of sums
+    row_offset: int  # added to each byte of a quantised row
+    interleave: int  # rows whose chains of sums are emitted side by side
     sums: ir.VectorType
     products: ir.VectorType  # bytes of one step
 
@@ -62,6 +64,9 @@ class Dot(Protocol):
 
     def add(self, builder: Any, total: Any, weights: Any, row: Any) -> Any:
         """Emit sums plus products."""
+
+    def correction(self, builder: Any, weights: list[Any]) -> Any:
+        """Emit what has to be added once to the sums over these steps, for every row; None: nothing."""
 
     def small_zero(self) -> ir.Constant:
         """Return the start of sums for `small_to_float`."""
@@ -88,7 +93,7 @@ def has_vnni() -> bool:
 class NeonDot:
     """Emission of sums in vectors of 4 columns, by the instruction `sdot` with a lane of a row."""
 
-    name, width = "neon", 4
+    name, width, row_offset, interleave = "neon", 4, 0, 2
     sums, products = ir.VectorType(I32, 4), ir.VectorType(I8, 16)
     # 1.5 * 2^23 as fp32: integers added to its bits are units of the float. The instruction that converts
     # integers costs as much as four others.
@@ -112,6 +117,9 @@ class NeonDot:
             builder, [total, weights, row]
         )
 
+    def correction(self, builder: Any, weights: list[Any]) -> Any:
+        return None
+
     def small_zero(self) -> ir.Constant:
         return ir.Constant(self.sums, [self._offset_bits] * 4)
 
@@ -127,7 +135,7 @@ class WideDot:
     products on x86.
     """
 
-    name, width = "wide", 16
+    name, width, row_offset, interleave = "wide", 16, 0, 2
     sums, products, halves = ir.VectorType(I32, 16), ir.VectorType(I8, 64), ir.VectorType(I16, 32)
 
     def _split(self, builder: Any, halves: Any) -> tuple[Any, Any]:
@@ -160,6 +168,9 @@ class WideDot:
             total = builder.add(total, builder.add(*parts))
         return total
 
+    def correction(self, builder: Any, weights: list[Any]) -> Any:
+        return None
+
     def small_zero(self) -> ir.Constant:
         return ir.Constant(self.sums, [0] * 16)
 
@@ -170,32 +181,40 @@ class WideDot:
 class VnniDot:
     """Emission of sums in vectors of 16 columns, by the AVX-512 instruction `vpdpbusd`.
 
-    The instruction multiplies unsigned by signed bytes. Signed weights are raised by 128, and 128 times the
-    bytes of the row are subtracted again.
+    The instruction multiplies unsigned by signed bytes. Beside signed weights the bytes of a row are stored
+    with 128 added, and 128 times the weights are subtracted again: one correction for all rows.
     """
 
-    width = 16
+    width, interleave = 16, 4
     sums, products = ir.VectorType(I32, 16), ir.VectorType(I8, 64)
-    _raise = ir.Constant(sums, [0x80808080 - 2**32] * 16)  # 128 in every byte
+    _offset = ir.Constant(sums, [0x80808080 - 2**32] * 16)  # 128 in every byte
 
     def __init__(self, has_signed_weights: bool) -> None:
-        self._has_signed_weights = has_signed_weights
+        self.row_offset = 128 if has_signed_weights else 0
         self.name = "vnni_signed" if has_signed_weights else "vnni"
 
+    def _multiply(self, builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        return llvm(name, self.sums, [self.sums] * 3)(builder, [total, unsigned, signed])
+
     def weights(self, builder: Any, products: Any) -> Any:
-        words = builder.bitcast(products, self.sums)
-        return builder.xor(words, self._raise) if self._has_signed_weights else words
+        return builder.bitcast(products, self.sums)
 
     def row(self, builder: Any, addr: Any, steps: int) -> list[Any]:
         places = [builder.inttoptr(builder.add(addr, I64(GROUP * step)), PTR) for step in range(steps)]
         return [splat(builder, builder.load(where, typ=I32, align=1), self.sums) for where in places]
 
     def add(self, builder: Any, total: Any, weights: Any, row: Any) -> Any:
-        multiply = llvm("llvm.x86.avx512.vpdpbusd.512", self.sums, [self.sums] * 3)  # sums, unsigned, signed
-        total = multiply(builder, [total, weights, row])
-        if not self._has_signed_weights:
-            return total
-        return builder.sub(total, multiply(builder, [self.small_zero(), self._raise, row]))
+        unsigned, signed = (row, weights) if self.row_offset else (weights, row)
+        return self._multiply(builder, total, unsigned, signed)
+
+    def correction(self, builder: Any, weights: list[Any]) -> Any:
+        if not self.row_offset:
+            return None
+        total: Any = self.small_zero()
+        for weight in weights:
+            total = self._multiply(builder, total, self._offset, weight)
+        return builder.sub(self.small_zero(), total)
 
     def small_zero(self) -> ir.Constant:
         return ir.Constant(self.sums, [0] * 16)
@@ -271,9 +290,10 @@ def strip_bytes(dot: Dot) -> Any:
                     )
                     for s in range(CHUNK // GROUP)
                 ]
-                found = []
+                correction, found = dot.correction(builder, weights), []
                 for row, total in enumerate(totals):
                     words = dot.row(builder, builder.add(x, I64(CHUNK * row)), len(weights))
+                    total = total if correction is None else builder.add(total, correction)
                     for weight, word in zip(weights, words, strict=True):
                         total = dot.add(builder, total, weight, word)
                     found.append(total)

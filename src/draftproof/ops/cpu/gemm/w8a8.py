@@ -45,7 +45,9 @@ def padded_depth(depth: int) -> int:
     return -(-depth // CHUNK) * CHUNK
 
 
-def _quantize_rows(bf16: bool) -> Kernel:
+@cache
+def quantize_rows(row_offset: int, bf16: bool) -> Kernel:
+    """Return the kernel that rounds rows to int8; row_offset: added to each integer, see `Dot`."""
     size = 2 if bf16 else 4
 
     @kernel
@@ -65,7 +67,8 @@ def _quantize_rows(bf16: bool) -> Kernel:
             for chunk in range(chunks):
                 i = chunk * CHUNK
                 scaled = v.mul(v.tload(line, i, depth - i, bf16), v.splat(inverse))
-                v.istore_bytes(out + tile_index(row, rows, chunk, chunks) * CHUNK, v.to_int(v.rint(scaled)))
+                integers = v.iadd(v.to_int(v.rint(scaled)), v.isplat(row_offset))
+                v.istore_bytes(out + tile_index(row, rows, chunk, chunks) * CHUNK, integers)
             store_f32(scales + 4 * row, np.float32(largest / np.float32(INT8_MAX)))
 
     return quantize_rows
@@ -109,12 +112,11 @@ def pack(data: Tensor, scales: Tensor) -> PackedWeight:
     return PackedWeight(strips, data.shape[1], (scales.float().clone().contiguous(),))
 
 
-QUANTIZE_ROWS = [_quantize_rows(False), _quantize_rows(True)]  # by the dtype of x: [fp32, bf16]
-
-
 FORMAT = QuantizedFormat(
     pack=lambda data, scales, _: pack(data, scales),
-    quantize_rows=lambda packed, dtype: QUANTIZE_ROWS[dtype == torch.bfloat16],
+    quantize_rows=lambda packed, dtype: quantize_rows(
+        select_dot(has_signed_weights=True).row_offset, dtype == torch.bfloat16
+    ),
     row_bytes=lambda packed: padded_depth(packed.depth),
     row_floats=lambda packed: 1,
     kernel=lambda packed, out_bf16: make_linear(out_bf16, select_dot(has_signed_weights=True)),

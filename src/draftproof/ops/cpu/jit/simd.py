@@ -225,6 +225,35 @@ def _tree(builder: Any, x: Any, combine: Any) -> Any:
     return builder.extract_element(x, I32(0))
 
 
+def _fold_four(builder: Any, vectors: Any, combine: Any) -> Any:
+    """Emit the folds of four vectors, vector i in lanes 4i to 4i + 3, in another order than `_tree`."""
+    index = ir.VectorType(I32, LANES)
+
+    def halves(a: Any, b: Any, width: int) -> Any:
+        lanes = [i for i in range(2 * LANES) if i // width % 2 == 0]
+        parts = [ir.Constant(index, [i + offset for i in lanes]) for offset in (0, width)]
+        return combine(*(builder.shuffle_vector(a, b, part) for part in parts))
+
+    x = halves(halves(*vectors[:2], 8), halves(*vectors[2:], 8), 4)
+    for width in (2, 1):
+        swapped = ir.Constant(index, [i ^ width for i in range(LANES)])
+        x = combine(x, builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), swapped))
+    return x
+
+
+# where the order does not affect the result: maximums, and sums of small integers
+sums_of_four = op(F, (F, F, F, F), lambda b, a: _fold_four(b, a, b.fadd))
+maximums_of_four = op(F, (F, F, F, F), lambda b, a: _fold_four(b, a, lambda *pair: _best(">")(b, pair)))
+
+
+def _splat_lane(lane: int) -> Any:
+    index, undefined = ir.Constant(ir.VectorType(I32, LANES), [lane] * LANES), ir.Constant(VF, ir.Undefined)
+    return op(F, (F,), lambda b, a: b.shuffle_vector(a[0], undefined, index), f"lane_{lane}")
+
+
+# the result of one of four vectors in every lane
+splat_first, splat_second, splat_third, splat_fourth = (_splat_lane(4 * i) for i in range(4))
+
 sum_lanes = op(f32, (F,), lambda b, a: _tree(b, a[0], b.fadd))
 dsum_lanes = op(f64, (D,), lambda b, a: _tree(b, a[0], b.fadd))
 max_lane = op(f32, (F,), lambda b, a: _tree(b, a[0], lambda *pair: _best(">")(b, pair)))
