@@ -1,7 +1,8 @@
 """Comparison with llama.cpp on the same GGUF file in the same run.
 
-The peer is the URL of a llama.cpp server, or a Python in whose environment `xllamacpp` is installed. That
-Python runs this file, which imports nothing else, and serves until its standard input is closed.
+The peer is the URL of a llama.cpp server, a Python in whose environment `xllamacpp` is installed, or a folder
+where `npm install --ignore-scripts node-llama-cpp` ran. The Python runs this file, which imports nothing else;
+node runs `llama_peer.mjs`. Both serve until their standard input is closed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ class LlamaPeer:
     """llama.cpp's server with one model; speeds are those that it measures itself."""
 
     def __init__(self, peer: str, model: Path, threads: int) -> None:
-        """Connect to a URL, or start the server with the Python at `peer`."""
+        """Connect to a URL, or start the server with the Python or the packages of node at `peer`."""
         self._process: subprocess.Popen[str] | None = None
         if peer.startswith("http"):
             self.url, self.about = peer.rstrip("/"), {"url": peer}
             return
-        command = [peer, __file__, str(model), str(threads)]
+        command = [peer, __file__]
+        if Path(peer).is_dir():
+            command = ["node", str(Path(__file__).with_suffix(".mjs")), peer]
+        command += [str(model), str(threads)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -34,7 +38,7 @@ class LlamaPeer:
                 self.about = json.loads(line)
                 self.url = self.about.pop("url")
                 return
-        raise RuntimeError(f"{peer} did not start a llama.cpp server: is xllamacpp installed there?")
+        raise RuntimeError(f"{peer} did not start a llama.cpp server: is its package installed there?")
 
     def speeds(self, ids: list[int], tokens: int) -> tuple[float, float]:
         """Return tokens a second of the prompt, and of greedy decoding after it."""
