@@ -211,3 +211,33 @@ def test_draft_kv_is_stored_for_requests_without_speculation():
     steps = run(target, [again])["7"].steps
     assert target.stats().num_cached_tokens >= 24
     assert sum(step.num_accepted for step in steps) == sum(step.num_draft for step in steps) > 0
+
+
+def test_steps_without_a_speculating_request_neither_draft_nor_plan_anew(monkeypatch):
+    """A request without drafts runs in a drafting engine as in one without a proposer (on the CPU)."""
+    made = engine(speculative={"method": "ngram", "num_speculative_tokens": 4})
+    calls = {"draft": 0, "select": 0}
+    proposer, policy = made.loop.device.drafting.proposer, made.loop.policy
+
+    def counted(target, name):
+        real = getattr(target, name)
+
+        def call(*arguments):
+            calls[name] += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(target, name, call)
+
+    counted(proposer, "draft")
+    counted(policy, "select")
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
+    off = run(made, [request(i, replace(params, speculative=False)) for i in range(3)])
+    assert calls["draft"] == 0 and calls["select"] <= 2  # steps with prompts are planned in full
+    plain = run(engine(), [request(i, params) for i in range(3)])
+    assert [off[i].same() for i in off] == [plain[i].same() for i in plain]
+    mixed = [replace(params, speculative=False), params, replace(params, speculative=False)]
+    found = run(made, [request(i, each) for i, each in enumerate(mixed)], arrivals=[0, 5, 5])
+    assert calls["draft"] > 0 and calls["select"] > 0
+    assert [found[i].same() for i in found] == [plain[i].same() for i in plain]
+    assert sum(step.num_draft for step in found["1"].steps) > 0
+    assert sum(step.num_draft for i in "02" for step in found[i].steps) == 0

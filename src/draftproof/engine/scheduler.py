@@ -61,7 +61,7 @@ class Scheduler(RequestQueue):
         exact numbers of drafts, which may depend on sampled tokens: no draft is dropped by their number.
         """
         self.preempted.clear()
-        if not self.drafts_before_plan and not (self.waiting and self.slots.num_free):
+        if not self._selects_drafts() and not (self.waiting and self.slots.num_free):
             planned = self._fast_path.plan(self.running, self._lines, self.version)
             if planned is not None:
                 return planned
@@ -92,6 +92,15 @@ class Scheduler(RequestQueue):
         planned = self._planned(is_scheduled, chunk, drafts, admitted, new_pages)
         self._fast_path.after(planned if is_scheduled.all() and not planned.has_prompts else None)
         return planned
+
+    def _selects_drafts(self) -> bool:
+        """Return whether drafts exist from which the plan chooses."""
+        if not self.drafts_before_plan:
+            return False
+        if self.mirror.num_draft[self._lines].any():
+            return True
+        self.policy.pass_step()
+        return False
 
     def _decoding(self) -> tuple[Bools, Ints]:
         """Return which running requests decode, and the drafts of each."""

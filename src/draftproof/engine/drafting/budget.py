@@ -170,6 +170,11 @@ class DraftBudget:
             self._hold_left = min(MAX_HOLD_STEPS, max(0, next_probe - self._num_steps - 1))
         return found.drafts
 
+    def pass_step(self) -> None:
+        """Count a step without a choice and without drafts."""
+        self._num_steps += 1
+        self._last_plain_step = self._num_steps
+
     def _is_plain_step_due(self, found: budget_kernels.Assignment, num_requests: int, num_fixed: int) -> bool:
         """Return whether the coming step is to run without drafts, so that its seconds are observed."""
         if not found.num_assigned or num_fixed or not self._cost.learns:

@@ -134,6 +134,10 @@ class DraftPolicy:
         """
         return self._budget.choose(slots, drafts, keys, matched)
 
+    def pass_step(self) -> None:
+        """Count a step in which no draft exists to select from."""
+        self._budget.pass_step()
+
     def refit(self, slots: Ints, drafts: Ints, rows: int) -> Ints:
         """Return which drafts to keep in a step of `rows` other rows, prompts among them."""
         return self._budget.refit(slots, drafts, rows)
