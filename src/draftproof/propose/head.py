@@ -139,8 +139,11 @@ class HeadProposer(ModelProposer):
     def begin(self, batch: DeviceBatch) -> Any:
         """Return the head's rows, the last row [B] of each entry, and the features."""
         assert batch.rows is not None and batch.features is not None
-        rows, last = self.env.ops.rounds.shift_rows(batch.rows, batch.columns, batch.slots)
-        return rows, last, self.model.feature(batch.features)
+        given, rounds = (batch.rows, batch.columns, batch.slots), self.env.ops.rounds
+        if self._chain is not None:
+            return *rounds.shift_rows(*given), self.model.feature(batch.features)
+        rows, last, features = rounds.head_rows(*given, batch.features)
+        return rows, last, self.model.feature(features)
 
     def draft(self, batch: DeviceBatch) -> Draft:
         """Store KV of the step's rows, then run the rounds."""

@@ -177,14 +177,19 @@ class HybridProposer(DeviceProposer):
             extender = self.members[self.extending_source]
             tokens, count, _ = extender.extend(replace(batch, budget=room), (tokens, made))
         if not (batch.spec and batch.spec.needs_logprobs):
-            drafts = [replace(draft, logprobs=None, ranking=None) for draft in drafts]
+            drafts = [
+                draft
+                if draft.logprobs is None and draft.ranking is None
+                else replace(draft, logprobs=None, ranking=None)
+                for draft in drafts
+            ]
         return self._attach_draft_info(Draft(tokens, count, sources=sources), drafts, made)
 
     def _may_fall_short(self, batch: DeviceBatch) -> bool:
         """Return whether the model may make fewer drafts than the budget, which a search then extends."""
-        rounds = self.env.k if batch.spec is None else batch.spec.rounds
-        if self.model_source < 0 or not rounds:
+        if self.model_source < 0 or not self.num_rounds_run:
             return False
+        rounds = self.env.k if batch.spec is None else batch.spec.rounds
         is_limited = min(rounds, self.limits[self.model_source]) < self.env.k
         return is_limited or batch.costs.round > 0 or self.members[self.model_source].stops_early
 
@@ -200,15 +205,17 @@ class HybridProposer(DeviceProposer):
         has_costs = batch.costs.round > 0
         if has_costs and not self._is_worth_a_round(batch, found, rounds):
             rounds = 0
-        less = _limited(batch, rounds)
+        less = _limited(batch, rounds) if rounds else batch
         if rounds and model.stops_early:
             less = replace(less, budget=self._winning_budget(less, found))
             if has_costs and not less.budget.any():
                 rounds = 0
-        if not rounds:
+        if rounds:
+            draft, expected = self._member_drafts(self.model_source, less)
+        else:  # it stores KV
             spec = batch.spec and batch.spec._replace(rounds=0)
-            less = replace(batch, budget=self._zeros[: len(batch.slots)], spec=spec)
-        draft, expected = self._member_drafts(self.model_source, less)
+            none = self._zeros[: len(batch.slots)]
+            draft, expected = model.draft(replace(batch, budget=none, spec=spec)), None
         self.num_rounds_run = model.num_rounds_run if model.stops_early else rounds
         if has_costs and model.stops_early:
             expected = torch.where(draft.count > 0, FIXED_ONE * (self.env.k + 1), -1)
@@ -242,6 +249,9 @@ class HybridProposer(DeviceProposer):
         This waits for the device. Rounds are added while each gains its cost, by acceptance rates of the
         record before the last window.
         """
+        estimates = [expected for _, expected in found.values() if expected is not None]
+        if any(bool((expected >= FIXED_ONE * max_rounds).all()) for expected in estimates):
+            return False  # the rounds cannot add a token
         slots, budget = batch.slots.cpu().numpy(), batch.budget.cpu().numpy()
         lines, record = np.maximum(slots, 0), self.record
         is_known = batch.columns.seed.cpu().numpy()[lines] == record.last[0].cpu().numpy()[lines]

@@ -40,6 +40,12 @@ class DraftRoundOps(ABC):
         slot -1, the rest 0.
         """
 
+    def head_rows(
+        self, rows: Rows, columns: SlotColumns, slots: Tensor, features: Tensor
+    ) -> tuple[Rows, Tensor, Tensor]:
+        """Return `shift_rows` and the features [R, F] of its rows, without padding if the host waits."""
+        return *self.shift_rows(rows, columns, slots), features
+
     @abstractmethod
     def plan_draft_rows(
         self, batch: DeviceBatch, last: Tensor, rounds: int, lag: int, page_size: int

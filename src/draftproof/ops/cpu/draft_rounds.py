@@ -30,6 +30,21 @@ class CpuRounds(TorchRounds):
         tokens, positions, row_slots, kv_index = torch.from_numpy(shifted)
         return Rows(tokens, positions, row_slots, kv_index, rows.page_table), torch.from_numpy(last)
 
+    def head_rows(
+        self, rows: Rows, columns: SlotColumns, slots: Tensor, features: Tensor
+    ) -> tuple[Rows, Tensor, Tensor]:
+        shifted, last = self.shift_rows(rows, columns, slots)
+        kept = np.flatnonzero(shifted.slots.numpy() >= 0)
+        count = len(kept)
+        if count in (0, len(shifted.slots)):
+            return shifted, last, features
+        at = slice(count) if kept[-1] == count - 1 else torch.from_numpy(kept)
+        ints = (shifted.tokens, shifted.positions, shifted.slots, shifted.kv_index)
+        found = np.where(last.numpy() < 0, -1, np.searchsorted(kept, last.numpy()))
+        tokens, positions, row_slots, kv_index = (part[at] for part in ints)
+        shifted = Rows(tokens, positions, row_slots, kv_index, shifted.page_table)
+        return shifted, torch.from_numpy(found), features[at]
+
     def plan_draft_rows(
         self, batch: DeviceBatch, last: Tensor, rounds: int, lag: int, page_size: int
     ) -> DraftRows:
