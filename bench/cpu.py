@@ -6,10 +6,10 @@
 Sides: transformers (bf16, the same weights), Draftproof without and with n-gram drafts, on free text and on
 a copy task at batch 1, and at batch 8. With --peer the other side is llama.cpp, and both compute from the
 blocks of one GGUF file, a long prompt too: give a Python that has `xllamacpp` (pip install xllamacpp in an
-environment of its own), a folder with node-llama-cpp (npm install --ignore-scripts node-llama-cpp), or the URL
-of a llama.cpp server with the same file and number of threads. The memory floor is the time in which the
-weights can be read once at the bandwidth measured in the same run. Rounds are interleaved, so a slow minute of
-the machine affects all sides; ratios are medians of the rounds' ratios.
+environment of its own), a folder with node-llama-cpp (npm install --ignore-scripts node-llama-cpp), or the
+URL of a llama.cpp server with the same file and number of threads. The memory floor is the time in which the
+weights can be read once at the bandwidth measured in the same run. Rounds are interleaved, so a slow minute
+of the machine affects all sides; ratios are medians of the rounds' ratios.
 """
 
 from __future__ import annotations

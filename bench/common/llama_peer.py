@@ -1,8 +1,8 @@
 """Comparison with llama.cpp on the same GGUF file in the same run.
 
 The peer is the URL of a llama.cpp server, a Python in whose environment `xllamacpp` is installed, or a folder
-where `npm install --ignore-scripts node-llama-cpp` ran. The Python runs this file, which imports nothing else;
-node runs `llama_peer.mjs`. Both serve until their standard input is closed.
+where `npm install --ignore-scripts node-llama-cpp` ran. The Python runs this file, which imports nothing
+else; node runs `llama_peer.mjs`. Both serve until their standard input is closed.
 """
 
 from __future__ import annotations

@@ -177,12 +177,7 @@ class HybridProposer(DeviceProposer):
             extender = self.members[self.extending_source]
             tokens, count, _ = extender.extend(replace(batch, budget=room), (tokens, made))
         if not (batch.spec and batch.spec.needs_logprobs):
-            drafts = [
-                draft
-                if draft.logprobs is None and draft.ranking is None
-                else replace(draft, logprobs=None, ranking=None)
-                for draft in drafts
-            ]
+            drafts = [_without_logprobs(draft) for draft in drafts]
         return self._attach_draft_info(Draft(tokens, count, sources=sources), drafts, made)
 
     def _may_fall_short(self, batch: DeviceBatch) -> bool:
@@ -296,6 +291,12 @@ class HybridProposer(DeviceProposer):
                     probs = torch.zeros_like(draft.probs).scatter_(2, tokens[..., None], 1.0)
                 probs = torch.where(is_mine[..., None], draft.probs, probs)
         return replace(chosen, logprobs=logprobs, probs=probs, ranking=ranking)
+
+
+def _without_logprobs(draft: Draft) -> Draft:
+    if draft.logprobs is None and draft.ranking is None:
+        return draft
+    return replace(draft, logprobs=None, ranking=None)
 
 
 def _candidate(member: MemberDrafts) -> DraftCandidate:
