@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +101,14 @@ class Consumer:
             self.apply(data)
         raise AssertionError("the replay did not end")
 
+    def catch_up_with(self, engine: Engine) -> None:
+        """Catch up until the blocks are those of the engine: batches may be on their way to the replay."""
+        deadline = time.monotonic() + 10
+        self.catch_up()
+        while self.blocks.keys() != held(engine) and time.monotonic() < deadline:
+            self.catch_up()
+        assert self.blocks.keys() == held(engine)
+
     def apply(self, data: bytes) -> None:
         batch = self.decoder.decode(data)
         self.next += 1
@@ -149,18 +158,16 @@ def test_events_replay_to_the_blocks_that_the_engine_holds(tmp_path: Any) -> Non
                 params = SamplingParams(max_tokens=rng.randrange(1, 20), ignore_eos=True, cache_salt=salt)
                 requests.append(tiny.request(100 * turn + i, params, prompt_token_ids=ids))
             tiny.run(engine, requests)
-            consumer.catch_up()
-            assert consumer.blocks.keys() == held(engine)
+            consumer.catch_up_with(engine)
         assert consumer.num_removed > 20 and consumer.next > 20
         engine.add(tiny.request(0, SamplingParams(max_tokens=50, ignore_eos=True), length=30))
         for _ in range(12):
             engine.step()
         assert engine.abort("0") and not engine.has_work  # no further step publishes its blocks
-        consumer.catch_up()
-        assert consumer.blocks.keys() == held(engine)
+        consumer.catch_up_with(engine)
         engine.loop.scheduler.pages.clear()
         engine._publish_events()
-        consumer.catch_up()
+        consumer.catch_up_with(engine)
         assert consumer.blocks == {} and held(engine) == set()
     finally:
         engine.close()
