@@ -44,7 +44,8 @@ class CompletedEvent:
 
 
 def _stage(stage: Any, size: int) -> None:
-    stage.bytes, stage.passed, stage._like = torch.empty(size, dtype=torch.uint8), CompletedEvent(), None
+    stage.size, stage.bytes = size, torch.empty(size, dtype=torch.uint8)
+    stage.passed, stage._like = CompletedEvent(), None
 
 
 class FakeDevice:

@@ -98,7 +98,8 @@ class Loop:
     def _step(self) -> StepResults:
         if self.is_paused:
             return self._read_step(self.pending.popleft()) if self.pending else NOTHING
-        if self.pending and (self._needs_sync() or len(self.pending) >= self.policy.run_ahead.depth):
+        run_ahead = self.scheduler.policy.run_ahead
+        if self.pending and (len(self.pending) >= run_ahead.depth or self._needs_sync()):
             return self._read_step(self.pending.popleft())
         try:
             pending_step = self._launch()
@@ -106,9 +107,9 @@ class Loop:
             return self._read_step(self.pending.popleft())
         if pending_step is not None:
             self.pending.append(pending_step)
-            if self.overlap and not pending_step.waits and len(self.pending) < self.policy.run_ahead.depth:
+            if self.overlap and not pending_step.waits and len(self.pending) < run_ahead.depth:
                 return NOTHING
-        if len(self.pending) > 1 and self.policy.run_ahead.is_device_busy(time.perf_counter()):
+        if len(self.pending) > 1 and run_ahead.is_device_busy(time.perf_counter()):
             self._background_work()
             self.scheduler.do_idle_work()
             self.hooks.do_idle_work()
@@ -198,7 +199,7 @@ class Loop:
 
     def _decide(self, slots: Ints, samples: Bools, refresh: bool = False) -> DraftDecision:
         scheduler = self.scheduler
-        keys = 0 if scheduler.drafts_before_plan else int(scheduler.mirror.length[slots].sum())
+        keys = 0 if scheduler.drafts_before_plan else int(np.add.reduce(scheduler.mirror.length[slots]))
         return self.policy.decide(slots, scheduler.draft_room(slots, samples), keys, refresh)
 
     def _count_drafts(self) -> None:
@@ -224,7 +225,8 @@ class Loop:
             found = step.tensors.packed.unpack(step.read())
             table, source = found.table[: len(planned.slots)], found.draft_sources
             source = None if source is None else source[planned.slots]
-            if len(self.predictions):
+            has_predictions = len(self.predictions) > 0
+            if has_predictions:
                 source = self.predictions.mark_sources(planned.slots, source)
             drafts = draft_columns(planned, found, source, scheduler.mirror.length, self.slots.vocab)
             if step.queued_logprobs is not None:
@@ -249,7 +251,8 @@ class Loop:
         self._observe(step, table, source, is_current, times)
         if step.waits and scheduler.num_needing_sync:
             grammar_masks.commit_tokens(planned, table, is_current)
-        finishes = self.release.finish_ended(step, table, is_current) if table[:, ENDED].any() else {}
+        has_ended = np.count_nonzero(table[:, ENDED])
+        finishes = self.release.finish_ended(step, table, is_current) if has_ended else {}
         results = StepResults(
             planned.requests, table, found.logprobs, self.sources, source, finishes, from_host, drafts
         )
@@ -259,7 +262,7 @@ class Loop:
             results = results.only(is_reported.nonzero()[0])
         if self.hooks.drafts_on_host:
             self._propose(step)
-        if len(self.predictions):
+        if has_predictions:
             self.hooks.draft_predictions(planned)
         self.release.release_if_idle()
         return results
@@ -268,7 +271,7 @@ class Loop:
         self, step: PendingStep, table: Ints, sources: np.ndarray | None, is_current: Bools, times: StepTimes
     ) -> None:
         planned, scheduler = step.planned, self.scheduler
-        keys = int(scheduler.mirror.length[planned.slots].sum())
+        keys = int(np.add.reduce(scheduler.mirror.length[planned.slots]))
         observed = StepObservation(planned, table, sources, is_current, keys, times, step.draft_run)
         seconds = self.policy.observe(observed)
         if seconds is not None:

@@ -311,7 +311,7 @@ class FastPath:
             lines, ends, most = lines[at], ends[at], most[at]
             sequences = [sequences[i] for i in at.tolist()]
         drafts = host.num_draft[lines]
-        count, pages = int(drafts.sum()), host.num_pages[lines] * self.page_size
+        count, pages = int(np.add.reduce(drafts)), host.num_pages[lines] * self.page_size
         most += drafts
         short = np.count_nonzero(np.minimum(most + self.lookahead, ends) > pages)
         if not sequences or short or len(lines) + count > self.max_rows:

@@ -25,14 +25,16 @@ class AcceptanceWarning:
     def observe(self, drafts: Ints, accepted: Ints, sources: NDArray[np.int8] | None) -> None:
         """Take in the verified and accepted drafts [B] of a step, and the source [B, K] of each."""
         if sources is None:
-            self._drafts[0] += drafts.sum()
-            self._accepted[0] += accepted.sum()
-        else:
-            place = np.arange(sources.shape[1])
-            for total, count in ((self._drafts, drafts), (self._accepted, accepted)):
-                # predictions come after the proposer's sources and are not counted
-                found = np.bincount(sources[place < count[:, None]], minlength=len(total))
-                total += found[: len(total)]
+            self._drafts[0] += np.add.reduce(drafts)
+            self._accepted[0] += np.add.reduce(accepted)
+            if self._drafts[0] >= MIN_DRAFTS and not self._is_checked[0]:
+                self._check(0)
+            return
+        place = np.arange(sources.shape[1])
+        for total, count in ((self._drafts, drafts), (self._accepted, accepted)):
+            # predictions come after the proposer's sources and are not counted
+            found = np.bincount(sources[place < count[:, None]], minlength=len(total))
+            total += found[: len(total)]
         for i in np.flatnonzero(~self._is_checked & (self._drafts >= MIN_DRAFTS)).tolist():
             self._check(i)
 

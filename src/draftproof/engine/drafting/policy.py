@@ -149,9 +149,10 @@ class DraftPolicy:
         keys: tokens that the requests have stored. refresh: decide anew even if the last decision holds.
         """
         drafts = self._num_drafts(slots, room, keys, refresh)
-        model, max_drafts = self._model, int(drafts.max(initial=0))
-        if model is None or not max_drafts:
+        model = self._model
+        if model is None or not np.count_nonzero(drafts):
             return DraftDecision(drafts)
+        max_drafts = int(np.maximum.reduce(drafts))
         if not self._is_timed or self._budget.has_fixed(slots):
             return DraftDecision(drafts, max_drafts)
         if not self.run_ahead.asynchronous:
@@ -190,7 +191,7 @@ class DraftPolicy:
     def observe(self, step: StepObservation) -> float | None:
         """Take in a step. Return its seconds; None if none of its requests is still there."""
         plan, current, run = step.plan, step.is_current, step.draft_run
-        if not current.any():
+        if not np.count_nonzero(current):
             self.run_ahead.record_orphan(step.times)
             return None
         device, host, is_clean = self.run_ahead.record_step(step.times)
@@ -203,7 +204,7 @@ class DraftPolicy:
         if plan.num_drafts:
             self._observe_drafts(step)
         if self._is_timed and self._model is not None and not self.run_ahead.asynchronous:
-            num_tokens = int(step.table[:, NUM_OUT].sum()) / len(step.table)
+            num_tokens = int(np.add.reduce(step.table[:, NUM_OUT])) / len(step.table)
             self._round_costs.observe(num_tokens, run, plan.has_prompts)
         return device
 
@@ -215,7 +216,7 @@ class DraftPolicy:
         granted = plan.drafts
         if self._model is not None and self._model.is_member and step.sources is not None:
             self._observe_sources(step, step.sources[:, 0] == self._model.source)
-        if not step.is_current.all():
+        if np.count_nonzero(step.is_current) < len(slots):
             slots, granted, accepted = (part[step.is_current] for part in (slots, granted, accepted))
         self._budget.record(slots, granted, accepted)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,17 @@ class StepTensors:
     write_logprobs: Callable[[], None] | None = None  # the logprob pass, where the step leaves it out
 
 
+class PreparedDecode(NamedTuple):
+    """What runs a decode step of a size, kept while the features of the running requests are the same object.
+
+    Host time limits small models, and most steps repeat the size and the features of an earlier one.
+    """
+
+    features: StepFeatures
+    run: Callable[[], StepTensors]
+    write_logprobs: Callable[[], object] | None  # captured logprob pass that runs beside the drafts
+
+
 @dataclass(slots=True, eq=False)
 class PendingStep:
     """A step in flight: queued on the device and not read yet."""
@@ -109,6 +120,7 @@ class DeviceStep:
         self.drafting = DraftRunner(proposer, slots, self.max_rows, hidden_row)
         self.graphs = GraphCache(self.ops, self.load_empty_plan, enabled=not enforce_eager)
         self._last_tensors: StepTensors | None = None
+        self._prepared: dict[int, PreparedDecode] = {}  # by the rows of the step
 
     # --- running ------------------------------------------------------------------------------------
 
@@ -129,11 +141,12 @@ class DeviceStep:
             self.buffers.masks()
         draft = self._draft_after(rows, planned, decision, features)
         if not host_processed and not keep_hidden and not planned.has_prompts:
-            task = self.decode_task(rows, features)
-            step = self.capture(task)
+            prepared = self._prepared.get(rows)
+            if prepared is None or prepared.features is not features:
+                prepared = self._prepare_decode(rows, features)
             self.plan_buffer.load(planned, decision.drafts)
-            tensors = step()
-            logprobs = self._start_logprobs(task.key, tensors)
+            tensors = prepared.run()
+            logprobs = self._start_logprobs(prepared.write_logprobs, tensors)
             draft()
             logprobs()
             return tensors, None
@@ -159,35 +172,51 @@ class DeviceStep:
         else:
             torch.index_select(hidden, 0, self.buffers.logits_rows[:logits], out=picked)
         tensors = verify()
-        logprobs = self._start_logprobs(None if host_processed else task.key, tensors)
+        write = None if host_processed or tensors.logits is None else self._captured_logprobs(task.key)
+        logprobs = self._start_logprobs(write, tensors)
         draft()
         logprobs()
         return tensors, None if output_rows else hidden
 
     def capture(self, task: GraphTask[T]) -> Callable[[], T]:
         """Return the captured function of a task, after its logprob pass is captured, if that is apart."""
-        graph, logprob_key = self.graphs.get(task), _logprob_key(task.key)
-        if logprob_key not in self.graphs.captured and self._passes_apart(task.key):
+        graph = self.graphs.get(task)
+        if self._passes_apart(task.key) and (key := _logprob_key(task.key)) not in self.graphs.captured:
             self.load_empty_plan()
             tensors = graph()
             assert isinstance(tensors, StepTensors)
             self._last_tensors = tensors
-            self.graphs.get(GraphTask(logprob_key, self._write_last_logprobs, GraphPool.LOGPROB))
+            self.graphs.get(GraphTask(key, self._write_last_logprobs, GraphPool.LOGPROB))
         return graph
 
-    def _start_logprobs(self, key: GraphKey | None, tensors: StepTensors) -> Callable[[], object]:
-        """Run a logprob pass that the step left out, if captured beside the drafts; return how to end it."""
+    def _prepare_decode(self, rows: int, features: StepFeatures) -> PreparedDecode:
+        """Capture a decode step, if it is not captured yet, and keep what runs it."""
+        task = self.decode_task(rows, features)
+        prepared = PreparedDecode(features, self.capture(task), self._captured_logprobs(task.key))
+        self._prepared[rows] = prepared
+        return prepared
+
+    def _start_logprobs(
+        self, write: Callable[[], object] | None, tensors: StepTensors
+    ) -> Callable[[], object]:
+        """Run the logprob pass that the step left out, `write` beside the drafts; return how to end it."""
         self._last_tensors = tensors
-        if key is not None and self._passes_apart(key) and tensors.logits is not None:
-            return self.ops.runtime.run_beside(self.graphs.captured[_logprob_key(key)])
+        if write is not None:
+            return self.ops.runtime.run_beside(write)
         self._write_last_logprobs()
-        return lambda: None
+        return do_nothing
+
+    def _captured_logprobs(self, key: GraphKey) -> Callable[[], object] | None:
+        """Return the captured logprob pass of a step; None if the step does it itself."""
+        return self.graphs.captured[_logprob_key(key)] if self._passes_apart(key) else None
 
     def _passes_apart(self, key: GraphKey) -> bool:
         """Return whether the logprob pass of a step is a graph of its own."""
+        if not self.drafting.runs_every_step:
+            return False
         features = key.variant
         has_logprobs = isinstance(features, StepFeatures) and features.has_logprobs
-        return self.drafting.runs_every_step and has_logprobs and self.graphs.is_captured(key)
+        return has_logprobs and self.graphs.is_captured(key)
 
     def _write_last_logprobs(self) -> None:
         if self._last_tensors is not None and self._last_tensors.write_logprobs is not None:
@@ -199,7 +228,7 @@ class DeviceStep:
         """Return the call that makes drafts behind the step, for a proposer with a model of its own."""
         needs_probs = self.drafting.needs_probs(features, self.sampler.strategies)
         if not self.drafting.runs_every_step:
-            return lambda: None
+            return do_nothing
         self.drafting.reserve_ranking(features, min(LOGPROB_WIDTHS[-1], self.slots.vocab))
         entries = self.drafting.captured_entries(len(planned.slots), rows)
         spec = self.drafting.spec(planned, decision, features, needs_probs)
@@ -326,6 +355,10 @@ class DeviceStep:
             self.drafting.draft(self.plan)
         logprobs()
         return StepTensors(windows, outcome, logits, sampled, packed)
+
+
+def do_nothing() -> None:
+    """End a logprob pass that was not started beside the drafts, or draft nothing."""
 
 
 def _pack_drafts(

@@ -53,6 +53,10 @@ class HostResults(NamedTuple):
     draft_top_logprobs: NDArray[np.float32] | None  # [S, K, top]
 
 
+COPY_NAMES = HostResults._fields[HostResults._fields.index("draft_tokens") :]
+NO_COPIES = (None,) * len(COPY_NAMES)
+
+
 class PackedResults:
     """Results of one step: parts of the buffer, one behind the other."""
 
@@ -102,12 +106,11 @@ class PackedResults:
     def unpack(self, data: Tensor) -> HostResults:
         """Return the arrays in the host copy of `data`."""
         row, copies = data.numpy(), self._copies
-        logprobs, targets = (
-            {kind: LogprobColumns(*(part.view(row) for part in parts)) for kind, parts in each.items()}
-            for each in (self._logprobs, self._draft_targets)
-        )
-        names = HostResults._fields[HostResults._fields.index("draft_tokens") :]
-        columns = [copies[name].view(row) if name in copies else None for name in names]
+        logprobs = _logprob_columns(self._logprobs, row) if self._logprobs else {}
+        if not copies and not self._draft_targets:  # most steps
+            return HostResults(self._table.view(row), logprobs, {}, *NO_COPIES)
+        targets = _logprob_columns(self._draft_targets, row)
+        columns = [copies[name].view(row) if name in copies else None for name in COPY_NAMES]
         return HostResults(self._table.view(row), logprobs, targets, *columns)
 
     def _add_rows(self, count: int, top: int) -> tuple[TokenLogprobs, tuple[BufferPart, ...]]:
@@ -125,6 +128,16 @@ class PackedResults:
         self._end = start + _padded(size)
         part = BufferPart(shape, NUMPY_DTYPES[dtype], start)
         return self._row[start : start + size].view(dtype).view(shape), part
+
+
+def _logprob_columns(
+    parts_of: dict[LogprobKind, tuple[BufferPart, ...]], row: NDArray[np.uint8]
+) -> dict[LogprobKind, LogprobColumns]:
+    """Return the arrays of logprobs, whose parts are the fields of `LogprobColumns`."""
+    return {
+        kind: LogprobColumns(*[np.ndarray(shape, dtype, row, at) for shape, dtype, at in parts])
+        for kind, parts in parts_of.items()
+    }
 
 
 def buffer_bytes(entries: int, width: int, k: int, rows: int, top: int, num_named: int) -> int:

@@ -170,6 +170,7 @@ class Stage:
     """Pinned staging buffer with an event after its last copy."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.passed = torch.cuda.Event()
         self._like: Tensor | None = None  # last view: usually the same shape again
@@ -197,4 +198,4 @@ class Stages:
 
     def put(self, stage: Stage) -> None:
         """Give a buffer back."""
-        self._idle[len(stage.bytes)].append(stage)
+        self._idle[stage.size].append(stage)

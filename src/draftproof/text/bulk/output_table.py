@@ -169,7 +169,7 @@ class OutputTable:
             self._step_kind = step_kind
         self._steps.append(StepColumns(lines, table, source, logprobs, drafts))
         cells_per_token = FIXED_CELLS_PER_TOKEN + sum(top + num_named for _, top, num_named in tops)
-        self._num_cells += int(table[:, NUM_OUT].sum()) * cells_per_token
+        self._num_cells += int(np.add.reduce(table[:, NUM_OUT])) * cells_per_token
         if drafts is not None:
             self._num_cells += drafts.num_drafts * (FIXED_CELLS_PER_TOKEN + drafts.top_ids.shape[1])
         # a single step can wait for the next one: `flush_if_due` may run before it
