@@ -22,7 +22,6 @@ from draftproof.errors import ConfigError
 from draftproof.ops import AttentionShape, KVLayout, Rows
 from draftproof.ops.triton import compile_ahead
 from draftproof.ops.triton.attention import few_rows, splitkv
-from draftproof.ops.triton.attention.latent import check_shared_memory
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm import autotune
 from draftproof.ops.triton.gemm.cublas import Cublas
@@ -42,6 +41,7 @@ from draftproof.ops.triton.gemm.tiles import (
 )
 from draftproof.ops.triton.gemm.weight import PackedLinear, WeightKind
 from draftproof.ops.triton.kernel_utils import Chip
+from draftproof.ops.triton.latent.attention import check_shared_memory
 
 
 def packed(columns: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> Any:

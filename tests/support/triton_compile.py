@@ -41,11 +41,11 @@ from draftproof.ops.contract.kv_layout import KV_FORMATS
 from draftproof.ops.contract.types import ACTIVATIONS
 from draftproof.ops.triton import kernel_utils
 from draftproof.ops.triton.attention.few_rows import LONG_ROW_TABLE_TOKENS
-from draftproof.ops.triton.attention.latent import MIN_FP32_SHARED_BYTES
 from draftproof.ops.triton.attention.warp_specialized import LONG_TABLE_TOKENS, MIN_TALL_ROWS
 from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm.weight import FOUR_BITS, PackedLinear
 from draftproof.ops.triton.graphs import TritonRuntime
+from draftproof.ops.triton.latent.attention import MIN_FP32_SHARED_BYTES
 from draftproof.types import TOKENS, Choice, DeviceBatch, Draft, Outcome, Windows
 from no_gpu import Chip
 

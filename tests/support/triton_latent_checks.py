@@ -93,7 +93,7 @@ def prefill_verify_and_decode_rows_have_the_same_bits() -> None:
         where = [(0, 0), *((2, p) for p in range(start, 300)), (3, 64)]
         q = {at: randn(heads.num_q * heads.dim, seed=i) for i, at in enumerate(where)}
         together = run(heads, paged, q, where)
-        with mock.patch("draftproof.ops.triton.attention.latent.MAX_SPLIT_PROGRAMS", 1):
+        with mock.patch("draftproof.ops.triton.latent.attention.MAX_SPLIT_PROGRAMS", 1):
             assert run(heads, paged, q, where) == together
         for i in (0, 1, len(where) // 2, len(where) - 2, len(where) - 1):
             assert run(heads, paged, q, [where[i]])[0] == together[i], where[i]

@@ -15,7 +15,6 @@ from draftproof.ops.contract.types import Attention, AttentionShape, Layer
 from draftproof.ops.triton import elementwise, kernel_utils
 from draftproof.ops.triton import rope as rope_kernels
 from draftproof.ops.triton.attention import prefill, splitkv
-from draftproof.ops.triton.attention.latent import check_shared_memory, latent_attention
 from draftproof.ops.triton.fused import layers as fused_kernel
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.autotune import create_tuner
@@ -25,7 +24,8 @@ from draftproof.ops.triton.gemm.tile_cache import initial_tiles
 from draftproof.ops.triton.gemm.tiles import TileTable
 from draftproof.ops.triton.gemm.weight import PackedLinear, check_input, pack, pack_quantized
 from draftproof.ops.triton.kernel_utils import FP32, INTS, LaunchContext, check_rows
-from draftproof.ops.triton.latent import TritonLatent
+from draftproof.ops.triton.latent.attention import check_shared_memory, latent_attention
+from draftproof.ops.triton.latent.forward import TritonLatent
 from draftproof.ops.triton.moe.forward import TritonMoe
 from draftproof.ops.triton.moe.op import MixtureOfExperts
 from draftproof.ops.triton.quantized import gemm as quantized

@@ -7,8 +7,9 @@ from torch import Tensor
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.types import LatentAttention
-from draftproof.ops.triton import kernel_utils, latent_kernels
+from draftproof.ops.triton import kernel_utils
 from draftproof.ops.triton.kernel_utils import FLOATS, FP32, LaunchContext, check_columns, check_rows
+from draftproof.ops.triton.latent import kernels
 from draftproof.types import Rows
 
 
@@ -25,7 +26,7 @@ class TritonLatent(ForwardOps):
     def head_linear(self, x: Tensor, packed: Tensor) -> Tensor:
         num_heads, width, depth = packed.shape
         x = kernel_utils.matrix("x", x, num_heads * depth, (packed.dtype,))
-        return latent_kernels.head_linear(x, packed, width, self._launch.early(x), None)
+        return kernels.head_linear(x, packed, width, self._launch.early(x), None)
 
     def latent_store(
         self, qkv: Tensor, rows: Rows, attention: LatentAttention, rope: Tensor, cache: Tensor
@@ -34,7 +35,7 @@ class TritonLatent(ForwardOps):
         qkv = kernel_utils.matrix("qkv", qkv, attention.q_columns + heads.dim)
         rope = kernel_utils.matrix("rope", rope, attention.rope_dim, FP32)
         check_rows(rows, len(qkv), heads, cache, qkv.dtype)
-        return latent_kernels.latent_store(qkv, rows, attention, rope, cache, self._launch.early(qkv))
+        return kernels.latent_store(qkv, rows, attention, rope, cache, self._launch.early(qkv))
 
     def latent_queries(self, q: Tensor, rows: Rows, attention: LatentAttention, rope: Tensor) -> Tensor:
         heads, key_up = attention.heads, attention.key_up
@@ -44,4 +45,4 @@ class TritonLatent(ForwardOps):
         rope = kernel_utils.matrix("rope", rope, attention.rope_dim, FP32)
         check_columns("positions", (rows.positions,), len(q))
         rotation = (rows, attention, rope)
-        return latent_kernels.head_linear(q, key_up, heads.dim, self._launch.early(q), rotation)
+        return kernels.head_linear(q, key_up, heads.dim, self._launch.early(q), rotation)

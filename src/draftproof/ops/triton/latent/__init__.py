@@ -1,0 +1,1 @@
+"""Latent attention (MLA): ops, kernels around the attention, and the attention itself."""
