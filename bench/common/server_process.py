@@ -181,7 +181,7 @@ def request_bytes(body: Any, path: str = "/v1/completions", method: str = "POST"
     """Return an HTTP request with a JSON body."""
     data = b"" if body is None else json.dumps(body).encode()
     kind = "content-type: application/json\r\n" if body is not None else ""
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{kind}"
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{kind}"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
