@@ -66,6 +66,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def family_cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process and all its descendants."""
+    return sum(cpu_seconds(each) for each in family(pid) if alive(each))
+
+
 def num_files(pid: int) -> int:
     """Return the number of open files of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))
