@@ -3,10 +3,16 @@
     python bench/serve_load.py                       on this CPU: against LLM.generate, and the first token
     python bench/serve_load.py --device cuda --servers 8 --streams 256 --tokens 256
     python bench/serve_load.py --device none --servers 1 --streams 64 --tokens 400
+    python bench/serve_load.py --old ../draftproof-before --device cuda --servers 6 --streams 256 --tokens 256
+                               --clients 4 --rounds 12 [--speculative-config off]
 
 cpu: `LLM.generate` and the server take turns with the same prompts at concurrency 8. cuda: many streams, one
 event a token with five logprobs. none: the same with a stub worker, so that the HTTP side is the bottleneck;
 tokens per second of its CPU time. The load client is several processes with raw sockets.
+
+--old: a server of another checkout and one of this checkout stay up, each from its own sources, and take
+turns of one round, so that a slow phase of the machine affects both. The ratio is the median over rounds of
+the new server's tokens per second over the old one's.
 """
 
 from __future__ import annotations
@@ -22,14 +28,17 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from common.measure import finish
-from common.server_process import NGRAM, ask, cpu_seconds, get, request_bytes, served
+from common.server_process import NGRAM, ask, cpu_seconds, family_cpu_seconds, get, request_bytes, served
 
 EVENT = b"data: {"
+LEAST_RATIO = 0.98  # of the new server's speed to the old one's
+TOKENS_PER_STREAM = 2048  # of the context and the KV cache when two servers share a device
 Where = tuple[str, int]
 
 
@@ -91,13 +100,26 @@ def client(where: Where, requests: list[bytes], start: float) -> list[tuple[int,
 
 def load(where: Where, bodies: list[dict[str, Any]], processes: int) -> dict[str, Any]:
     """Send all requests at once; return tokens a second from the start to the last byte."""
+    with start_clients(processes) as pool:
+        return load_from(pool, where, bodies, processes)
+
+
+def start_clients(processes: int) -> ProcessPoolExecutor:
+    """Return a pool of client processes that have all started."""
+    pool = ProcessPoolExecutor(processes, get_context("spawn"))
+    list(pool.map(time.sleep, [0.2] * processes))
+    return pool
+
+
+def load_from(
+    pool: ProcessPoolExecutor, where: Where, bodies: list[dict[str, Any]], processes: int
+) -> dict[str, Any]:
+    """Send all requests at once from the processes of `pool`; return what `load` does."""
     requests = [request_bytes(body) for body in bodies]
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        list(pool.map(time.sleep, [0.2] * processes))  # all processes have started
-        start = time.monotonic() + 0.5
-        shares = [requests[i::processes] for i in range(processes)]
-        jobs = [pool.submit(client, where, share, start) for share in shares if share]
-        found = [line for job in jobs for line in job.result()]
+    start = time.monotonic() + 0.5
+    shares = [requests[i::processes] for i in range(processes)]
+    jobs = [pool.submit(client, where, share, start) for share in shares if share]
+    found = [line for job in jobs for line in job.result()]
     events, last = sum(line[0] for line in found), max(line[2] for line in found)
     middle = statistics.median(line[1] for line in found)
     return {
@@ -161,13 +183,18 @@ def with_stub_worker(options: argparse.Namespace) -> dict[str, Any]:
 # --- a GPU ------------------------------------------------------------------------------------------------
 
 
-def many_streams(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the throughput of many streams."""
+def server_options(options: argparse.Namespace) -> list[str]:
+    """Return the options of a server for many streams."""
     more = ["--device", options.device, "--server-processes", str(options.servers)]
     more += ["--speculative-config", options.speculative_config, "--max-num-seqs", str(options.streams)]
     more += ["--max-concurrent", "4096", "--max-concurrent-per-key", "4096", "--log-level", "warning"]
+    return [*more, *options.serve]
+
+
+def many_streams(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the throughput of many streams."""
     rounds = []
-    with served(options.model, *more, *options.serve) as program:
+    with served(options.model, *server_options(options), errors=options.errors) as program:
         bodies = stream_bodies(options)
         load(program.where, [{**body, "max_tokens": 16} for body in bodies], options.clients)
         for _ in range(options.rounds):
@@ -180,6 +207,55 @@ def many_streams(options: argparse.Namespace) -> dict[str, Any]:
     whole = all(each["events"] == options.streams * options.tokens for each in rounds)
     bar = 40_000 if options.device.startswith("cuda") else 0
     return {"passed": best >= bar and whole, "best_tokens_per_second": best, "rounds": rounds}
+
+
+# --- two checkouts ----------------------------------------------------------------------------------------
+
+
+def two_checkouts(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the servers of two checkouts in turn."""
+    folders = {"old": options.old.resolve(), "new": Path(__file__).resolve().parents[1]}
+    # equal memory for both: a share of what is free would give the second one less
+    sizes = ["--max-model-len", str(TOKENS_PER_STREAM)]
+    sizes += ["--kv-cache-tokens", str(TOKENS_PER_STREAM * options.streams)]
+    bodies, rounds, starts = stream_bodies(options), [], {}
+    with ExitStack() as stack:
+        programs = {}
+        for name, folder in folders.items():
+            path = os.pathsep.join(filter(None, (str(folder / "src"), os.environ.get("PYTHONPATH", ""))))
+            began = time.monotonic()
+            server = served(
+                options.model, *sizes, *server_options(options), errors=options.errors, PYTHONPATH=path
+            )
+            programs[name] = stack.enter_context(server)
+            starts[name] = round(time.monotonic() - began, 1)
+        pool = stack.enter_context(start_clients(options.clients))
+        for number in range(options.rounds + 1):
+            both = {}
+            for name in list(programs) if number % 2 else reversed(list(programs)):
+                before = family_cpu_seconds(programs[name].pid)
+                found = load_from(pool, programs[name].where, bodies, options.clients)
+                used = family_cpu_seconds(programs[name].pid) - before
+                both[name] = {**found, "cpu_s": round(used, 2)}
+            print(number, both, file=sys.stderr, flush=True)
+            if number:  # the first one warms up
+                rounds.append(both)
+    return {"start_seconds": starts, **compare(rounds, options.streams * options.tokens), "rounds": rounds}
+
+
+def compare(rounds: list[dict[str, dict[str, Any]]], num_events: int) -> dict[str, Any]:
+    """Return medians of both sides, and the ratio of new to old by round with its median and quartiles."""
+    ratios = [each["new"]["tokens_per_second"] / each["old"]["tokens_per_second"] for each in rounds]
+    ordered, count = sorted(ratios), len(ratios)
+    whole = all(side["events"] == num_events for each in rounds for side in each.values())
+    found: dict[str, Any] = {"passed": whole and statistics.median(ratios) >= LEAST_RATIO, "complete": whole}
+    for name in ("tokens_per_second", "median_first_s", "cpu_s"):
+        found[name] = {
+            side: round(statistics.median(each[side][name] for each in rounds), 4) for side in ("old", "new")
+        }
+    found["ratio"] = round(statistics.median(ratios), 4)
+    found["quartiles"] = [round(ordered[count // 4], 4), round(ordered[(3 * count) // 4], 4)]
+    return {**found, "ratios": [round(ratio, 4) for ratio in ratios]}
 
 
 # --- a CPU ------------------------------------------------------------------------------------------------
@@ -291,9 +367,13 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.0, help="of a step of the stub worker")
     parser.add_argument("--tokenizer", help="of the stub worker: a folder or .gguf file")
     parser.add_argument("--profile", metavar="FILE", help="with the stub worker: cProfile of each process")
+    parser.add_argument("--old", type=Path, metavar="FOLDER", help="another checkout, to compare with")
+    parser.add_argument("--errors", default=os.devnull, metavar="FILE", help="standard error of the servers")
     parser.add_argument("--serve", nargs="*", default=[], metavar="OPTION", help="more for the server")
     options = parser.parse_args()
-    if options.device == "none":
+    if options.old is not None:
+        found = two_checkouts(options)
+    elif options.device == "none":
         found = with_stub_worker(options)
     elif options.device == "cpu":
         found = beside_llm(options)

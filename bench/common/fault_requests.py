@@ -86,10 +86,10 @@ def invalid_request(chance: random.Random) -> bytes:
         return request_bytes(bodies()[0], method=method)
     if kind == 5:  # nested deeply, or much of it
         data = b"[" * 100_000 if chance.random() < 0.5 else b'{"prompt": "' + b"a" * 3_000_000 + b'"}'
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         return head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(data) + data
     if kind == 6:  # a broken transfer
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         return head + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n"
     name, value = chance.choice(WRONG)
     path = "/v1/completions" if kind == 7 else "/v1/chat/completions"

@@ -66,6 +66,11 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def family_cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process and all its descendants."""
+    return sum(cpu_seconds(each) for each in family(pid) if alive(each))
+
+
 def num_files(pid: int) -> int:
     """Return the number of open files of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))
@@ -181,7 +186,7 @@ def request_bytes(body: Any, path: str = "/v1/completions", method: str = "POST"
     """Return an HTTP request with a JSON body."""
     data = b"" if body is None else json.dumps(body).encode()
     kind = "content-type: application/json\r\n" if body is not None else ""
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{kind}"
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{kind}"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 
