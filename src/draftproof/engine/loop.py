@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from draftproof.array_types import Bools, Ints
-from draftproof.engine.drafting.policy import DraftDecision, DraftPolicy, StepObservation
+from draftproof.engine.drafting.policy import DraftDecision, StepObservation
 from draftproof.engine.drafting.prediction_drafts import PredictionDrafts, with_prediction_source
 from draftproof.engine.drafting.proposer_hooks import ProposerHooks, propose_batch
 from draftproof.engine.drafting.run_ahead import StepTimes
@@ -36,7 +36,7 @@ from draftproof.engine.step.step_features import features_of
 from draftproof.engine.step.step_results import GrammarErrors, HostOutput, StepResults
 from draftproof.errors import DEVICE_ERRORS
 from draftproof.propose import Proposer
-from draftproof.types import ENDED, NUM_OUT, StepFeatures
+from draftproof.types import NUM_OUT, StepFeatures
 
 NOTHING = StepResults([], np.zeros((0, 0), np.int64), {})
 
@@ -57,6 +57,7 @@ class Loop:
         self.scheduler = scheduler
         self.slots = slots
         self.device = device
+        self.policy = scheduler.policy
         self.sources = with_prediction_source(proposer)
         self.overlap = overlap
         self.debug = debug
@@ -80,11 +81,6 @@ class Loop:
         """Return the proposer; None after a failure."""
         return self.hooks.proposer
 
-    @property
-    def policy(self) -> DraftPolicy:
-        """Return the draft policy."""
-        return self.scheduler.policy
-
     def step(self) -> StepResults:
         """Run the loop once; return the results of one step, with overlap of an earlier one."""
         try:
@@ -98,7 +94,7 @@ class Loop:
     def _step(self) -> StepResults:
         if self.is_paused:
             return self._read_step(self.pending.popleft()) if self.pending else NOTHING
-        run_ahead = self.scheduler.policy.run_ahead
+        run_ahead = self.policy.run_ahead
         if self.pending and (len(self.pending) >= run_ahead.depth or self._needs_sync()):
             return self._read_step(self.pending.popleft())
         try:
@@ -251,8 +247,7 @@ class Loop:
         self._observe(step, table, source, is_current, times)
         if step.waits and scheduler.num_needing_sync:
             grammar_masks.commit_tokens(planned, table, is_current)
-        has_ended = np.count_nonzero(table[:, ENDED])
-        finishes = self.release.finish_ended(step, table, is_current) if has_ended else {}
+        finishes = self.release.finish_ended(step, table, is_current)
         results = StepResults(
             planned.requests, table, found.logprobs, self.sources, source, finishes, from_host, drafts
         )

@@ -47,6 +47,8 @@ class RequestRelease:
 
     def finish_ended(self, step: PendingStep, table: Ints, is_current: Bools) -> dict[int, Finish]:
         """Remove the requests that a step finished; return how each finished, by entry."""
+        if not np.count_nonzero(table[:, ENDED]):
+            return {}
         sampled, finishes = step.tensors.sampled, {}
         errors = sampled.errors if sampled else {}
         for b in np.flatnonzero(is_current & (table[:, ENDED] > 0)).tolist():

@@ -23,7 +23,7 @@ from draftproof.engine.drafting.policy import DraftDecision, DraftRun
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
-from draftproof.engine.step.logprob_pass import logprob_pass
+from draftproof.engine.step.logprob_pass import SeparateLogprobs, do_nothing, logprob_pass
 from draftproof.engine.step.result_buffer import PackedResults
 from draftproof.engine.step.step_buffers import PlanBuffer, StepBuffers
 from draftproof.engine.step.step_features import LOGPROB_WIDTHS
@@ -119,7 +119,7 @@ class DeviceStep:
         self.buffers = StepBuffers(slots, self.max_rows, self.max_logits, hidden_row)
         self.drafting = DraftRunner(proposer, slots, self.max_rows, hidden_row)
         self.graphs = GraphCache(self.ops, self.load_empty_plan, enabled=not enforce_eager)
-        self._last_tensors: StepTensors | None = None
+        self.logprobs = SeparateLogprobs(self.ops, self.graphs, self.drafting)
         self._prepared: dict[int, PreparedDecode] = {}  # by the rows of the step
 
     # --- running ------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class DeviceStep:
                 prepared = self._prepare_decode(rows, features)
             self.plan_buffer.load(planned, decision.drafts)
             tensors = prepared.run()
-            logprobs = self._start_logprobs(prepared.write_logprobs, tensors)
+            logprobs = self.logprobs.start(prepared.write_logprobs, tensors)
             draft()
             logprobs()
             return tensors, None
@@ -172,8 +172,8 @@ class DeviceStep:
         else:
             torch.index_select(hidden, 0, self.buffers.logits_rows[:logits], out=picked)
         tensors = verify()
-        write = None if host_processed or tensors.logits is None else self._captured_logprobs(task.key)
-        logprobs = self._start_logprobs(write, tensors)
+        write = None if host_processed or tensors.logits is None else self.logprobs.captured(task.key)
+        logprobs = self.logprobs.start(write, tensors)
         draft()
         logprobs()
         return tensors, None if output_rows else hidden
@@ -181,46 +181,19 @@ class DeviceStep:
     def capture(self, task: GraphTask[T]) -> Callable[[], T]:
         """Return the captured function of a task, after its logprob pass is captured, if that is apart."""
         graph = self.graphs.get(task)
-        if self._passes_apart(task.key) and (key := _logprob_key(task.key)) not in self.graphs.captured:
+        if self.logprobs.is_missing(task.key):
             self.load_empty_plan()
             tensors = graph()
             assert isinstance(tensors, StepTensors)
-            self._last_tensors = tensors
-            self.graphs.get(GraphTask(key, self._write_last_logprobs, GraphPool.LOGPROB))
+            self.logprobs.capture(task.key, tensors)
         return graph
 
     def _prepare_decode(self, rows: int, features: StepFeatures) -> PreparedDecode:
         """Capture a decode step, if it is not captured yet, and keep what runs it."""
         task = self.decode_task(rows, features)
-        prepared = PreparedDecode(features, self.capture(task), self._captured_logprobs(task.key))
+        prepared = PreparedDecode(features, self.capture(task), self.logprobs.captured(task.key))
         self._prepared[rows] = prepared
         return prepared
-
-    def _start_logprobs(
-        self, write: Callable[[], object] | None, tensors: StepTensors
-    ) -> Callable[[], object]:
-        """Run the logprob pass that the step left out, `write` beside the drafts; return how to end it."""
-        self._last_tensors = tensors
-        if write is not None:
-            return self.ops.runtime.run_beside(write)
-        self._write_last_logprobs()
-        return do_nothing
-
-    def _captured_logprobs(self, key: GraphKey) -> Callable[[], object] | None:
-        """Return the captured logprob pass of a step; None if the step does it itself."""
-        return self.graphs.captured[_logprob_key(key)] if self._passes_apart(key) else None
-
-    def _passes_apart(self, key: GraphKey) -> bool:
-        """Return whether the logprob pass of a step is a graph of its own."""
-        if not self.drafting.runs_every_step:
-            return False
-        features = key.variant
-        has_logprobs = isinstance(features, StepFeatures) and features.has_logprobs
-        return has_logprobs and self.graphs.is_captured(key)
-
-    def _write_last_logprobs(self) -> None:
-        if self._last_tensors is not None and self._last_tensors.write_logprobs is not None:
-            self._last_tensors.write_logprobs()
 
     def _draft_after(
         self, rows: int, planned: StepPlan, decision: DraftDecision, features: StepFeatures
@@ -357,10 +330,6 @@ class DeviceStep:
         return StepTensors(windows, outcome, logits, sampled, packed)
 
 
-def do_nothing() -> None:
-    """End a logprob pass that was not started beside the drafts, or draft nothing."""
-
-
 def _pack_drafts(
     packed: PackedResults, features: StepFeatures, windows: Windows, drafting: DraftRunner
 ) -> PackedResults:
@@ -376,8 +345,3 @@ def _pack_drafts(
     if drafting.num_sources > 1:
         packed.add_copy("draft_sources", columns.draft_source)
     return packed.complete()
-
-
-def _logprob_key(step: GraphKey) -> GraphKey:
-    """Return the key of the logprob pass of a step."""
-    return step._replace(kind="decode logprobs" if step.kind == "decode" else "verify logprobs")

@@ -7,13 +7,19 @@ computed, so the pass is captured with the step and needs no host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from draftproof.engine.drafting.device_proposer import DraftRunner
+from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
 from draftproof.engine.step.result_buffer import PackedResults
-from draftproof.ops import Ops
+from draftproof.ops import GraphPool, Ops
 from draftproof.types import LogprobKind, Outcome, StepFeatures, Windows
+
+if TYPE_CHECKING:  # it imports this module
+    from draftproof.engine.step.device_step import StepTensors
 
 
 def logprob_pass(
@@ -62,3 +68,53 @@ def _draft_rows(windows: Windows, kind: LogprobKind) -> tuple[Tensor, Tensor]:
     is_draft = (windows.draft >= 0) & (windows.columns.draft_kind[windows.slot.clamp(min=0)] == kind)
     rows = torch.arange(len(is_draft), device=is_draft.device)
     return torch.where(is_draft, rows, -1), windows.draft.clamp(min=0)
+
+
+def do_nothing() -> None:
+    """End what was not started."""
+
+
+class SeparateLogprobs:
+    """Logprob passes that are captured apart from their steps, to run beside the drafts of a model."""
+
+    def __init__(self, ops: Ops, graphs: GraphCache, drafting: DraftRunner) -> None:
+        self._ops, self._graphs, self._drafting = ops, graphs, drafting
+        self._tensors: StepTensors | None = None  # of the last step
+
+    def is_missing(self, step: GraphKey) -> bool:
+        """Return whether the logprob pass of a step is to be captured yet."""
+        return self._is_apart(step) and _logprob_key(step) not in self._graphs.captured
+
+    def capture(self, step: GraphKey, tensors: StepTensors) -> None:
+        """Capture the logprob pass of a step that has just run."""
+        self._tensors = tensors
+        self._graphs.get(GraphTask(_logprob_key(step), self._write_last, GraphPool.LOGPROB))
+
+    def captured(self, step: GraphKey) -> Callable[[], object] | None:
+        """Return the captured logprob pass of a step; None if the step does it itself."""
+        return self._graphs.captured[_logprob_key(step)] if self._is_apart(step) else None
+
+    def start(self, write: Callable[[], object] | None, tensors: StepTensors) -> Callable[[], object]:
+        """Run the logprob pass that a step left out, `write` beside the drafts; return how to end it."""
+        self._tensors = tensors
+        if write is not None:
+            return self._ops.runtime.run_beside(write)
+        self._write_last()
+        return do_nothing
+
+    def _is_apart(self, step: GraphKey) -> bool:
+        """Return whether the logprob pass of a step is a graph of its own."""
+        if not self._drafting.runs_every_step:
+            return False
+        features = step.variant
+        has_logprobs = isinstance(features, StepFeatures) and features.has_logprobs
+        return has_logprobs and self._graphs.is_captured(step)
+
+    def _write_last(self) -> None:
+        if self._tensors is not None and self._tensors.write_logprobs is not None:
+            self._tensors.write_logprobs()
+
+
+def _logprob_key(step: GraphKey) -> GraphKey:
+    """Return the key of the logprob pass of a step."""
+    return step._replace(kind="decode logprobs" if step.kind == "decode" else "verify logprobs")
