@@ -34,7 +34,7 @@ from draftproof.models.weight_formats import (
 from draftproof.ops import Attention, AttentionShape, Rows, resolve
 from draftproof.ops.reference.backend import ReferenceOps
 from draftproof.ops.triton import graphs, kl_grad
-from draftproof.ops.triton.attention import merge, prefill, worklist
+from draftproof.ops.triton.attention import merge, prefill, preloaded, worklist
 from draftproof.ops.triton.attention import splitkv as attention_kernels
 from draftproof.ops.triton.attention.tiles import ChunkedTile, TileConfig
 from draftproof.ops.triton.gemm import dense, fused
@@ -54,6 +54,7 @@ INF = float("inf")
 DTYPES = (torch.float32, torch.bfloat16)
 
 ops, ref = resolve("triton", CPU), ReferenceOps(CPU)
+split_kv = attention_kernels.SplitKVAttention(attention_kernels.PartialBuffers(CPU), 1 << 30)
 CHECKS: dict[str, dict[str, Callable[[], None]]] = defaultdict(dict)  # module -> name -> check
 
 
@@ -396,6 +397,30 @@ def prefill_attention_has_the_bits_of_split_kv() -> None:
                 assert not ops.forward._partials.counters.any()
         want = ref.forward.attention(x[:-1], paged.rows(where[:-1]), heads, paged.cache)
         assert_close(plain, want, dtype)
+
+
+@check
+def span_loaded_early_does_not_change_bits_of_attention() -> None:
+    """Compare decode rows, drafts, padding and one or several spans a program, with windows and sinks."""
+    row, drafts = [(0, 299)], [(0, 255 + i) for i in range(3)] + [(1, 4), (2, 140), (1, 0)]
+    wide = AttentionShape(num_q=2, num_kv=1, dim=136, scale=0.1, window=0)
+    for heads in (HEADS["grouped"], HEADS["long_window"], wide):
+        paged = Paged(heads, [300, 5, 150], torch.bfloat16)
+        for lines, sinks, programs in product((row, drafts), (None, randn(heads.num_q)), (1, 800)):
+            q = randn(len(lines), heads.num_q * heads.dim, seed=1, dtype=torch.bfloat16)
+            rows, found = paged.rows(lines), []
+            rows.slots[1:][-1:] = -1  # padding
+            tile = attention_kernels.SplitTile(16, 4, 3, True, True, max_programs=programs)
+            for limit in (8, 0):
+                out = torch.zeros_like(q)
+                with (
+                    mock.patch.object(attention_kernels.SplitKVAttention, "tile", lambda *_, tile=tile: tile),
+                    mock.patch.multiple(preloaded, MAX_ROWS=limit, MAX_WIDE_ROWS=limit),
+                ):
+                    split_kv(q, rows, heads, paged.cache, out, False, sinks)
+                found.append(bits(out))
+            assert found[0] == found[1], (heads, lines, programs)
+            assert not split_kv._partials.counters.any()
 
 
 @check

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from draftproof.ops.contract import kv_layout
-from draftproof.ops.triton.kernel_utils import HAS_PTX
+from draftproof.ops.triton.kernel_utils import HAS_PTX, prefetch_l2
 
 SCALE_BYTES = tl.constexpr(kv_layout.SCALE_BYTES)
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds fp32 to an integer
@@ -37,6 +37,20 @@ def kv_offset(cache, page, key, NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.
         return page.to(tl.int64) * (PAGE * NUM_KV * (D + SCALE_BYTES)) + key % PAGE * (NUM_KV * D)
     else:
         return (page.to(tl.int64) * PAGE + key % PAGE) * (NUM_KV * D)
+
+
+@triton.jit
+def prefetch_span(
+    cache, plane, pages, span, last, head,
+    NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Prefetch keys and values of a span, up to position `last`, before the previous kernel has completed."""
+    key = span * SPAN + tl.arange(0, SPAN)
+    page = tl.load(pages + key // PAGE, mask=key <= last, other=0).to(tl.int64)
+    offset = kv_offset(cache, page, key, NUM_KV, D, PAGE) + head * D
+    for column in tl.static_range(0, D, 64):
+        prefetch_l2(cache + offset + column)
+        prefetch_l2(cache + plane + offset + column)
 
 
 @triton.jit

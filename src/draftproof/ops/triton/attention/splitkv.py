@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import few_rows, online_softmax, span_loop
+from draftproof.ops.triton.attention import few_rows, online_softmax, preloaded, span_loop
 from draftproof.ops.triton.attention.kv_cache import (
     head_pointers,
     is_quantized,
@@ -25,6 +25,7 @@ from draftproof.ops.triton.attention.kv_cache import (
     load_keys,
     load_rows,
     load_scales,
+    prefetch_span,
 )
 from draftproof.ops.triton.attention.merge import merge_rows, spans_in_flight
 from draftproof.ops.triton.attention.online_softmax import (
@@ -38,7 +39,7 @@ from draftproof.ops.triton.attention.online_softmax import (
     store_partial,
 )
 from draftproof.ops.triton.attention.quantized import rows as quantized_rows
-from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, prefetch_l2
+from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two
 
 KEYS, SPAN, LOG2_E = online_softmax.KEYS, online_softmax.SPAN, online_softmax.LOG2_E
 MAX_SPLIT_PROGRAMS = 800  # about six per SM of an H200; the spans of a tile are divided up to this number
@@ -128,21 +129,6 @@ def attend_span(
     return m, tl.max(sums, axis=1), acc  # all columns of `sums` are equal
 
 
-@triton.jit
-def prefetch_span(
-    slots, positions, page_table, cache, row, head, split, max_pages, plane,
-    NUM_KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """Prefetch keys and values of span `split` before the previous kernel has completed."""
-    key = split * SPAN + tl.arange(0, SPAN)
-    page = page_table + tl.maximum(tl.load(slots + row), 0) * max_pages + key // PAGE
-    page = tl.load(page, mask=key <= tl.load(positions + row), other=0).to(tl.int64)
-    offset = kv_offset(cache, page, key, NUM_KV, D, PAGE) + head * D
-    for column in tl.static_range(0, D, 64):
-        prefetch_l2(cache + offset + column)
-        prefetch_l2(cache + plane + offset + column)
-
-
 @triton.jit(do_not_specialize=["R", "num_parallel"])  # one binary for every number of rows
 def splitkv_attention_kernel(
     q, slots, positions, page_table, cache, out, parts, stats, counters, sinks,
@@ -161,9 +147,8 @@ def splitkv_attention_kernel(
     head, split = tl.program_id(1), tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        prefetch_span(
-            slots, positions, page_table, cache, row, head, split, max_pages, plane, NUM_KV, D, PAGE, SPAN
-        )
+        pages = page_table + tl.maximum(tl.load(slots + row), 0) * max_pages
+        prefetch_span(cache, plane, pages, split, tl.load(positions + row), head, NUM_KV, D, PAGE, SPAN)
         tl.extra.cuda.gdc_wait()
     slot = tl.load(slots + row)
     previous_slot = tl.load(slots + tl.maximum(row - 1, 0))
@@ -260,7 +245,7 @@ def scratch_fits(num_rows: int, heads: AttentionShape, spans: int) -> bool:
 
 
 class SplitKVAttention:
-    """Launcher of the kernel, or of those of `few_rows.py` and `quantized/rows.py` where selected.
+    """Launcher of the kernel, or of `preloaded.py`, `few_rows.py` and `quantized/rows.py` where selected.
 
     `num_hopper_sms`: of a chip of compute capability 9.0, otherwise 0.
     """
@@ -305,6 +290,9 @@ class SplitKVAttention:
             quantized_rows.launch_few(q, rows, heads, cache, out, scratch[:2], self._num_hopper_sms, pdl)
             return
         tile = self.tile(num_rows, width, q.dtype)
+        if preloaded.is_selected(q, width, cache, self._max_shared_bytes):
+            preloaded.launch(q, rows, heads, cache, out, scratch, num_parallel, width, pdl, sinks)
+            return
         group_padded = next_power_of_two(group)
         in_flight = spans_in_flight(tile.warps, group_padded, width) if tile.merges_rows else 0
         splitkv_attention_kernel[(num_rows, heads.num_kv, num_parallel)](
