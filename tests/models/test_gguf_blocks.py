@@ -126,15 +126,23 @@ def test_weights_of_different_groups_are_concatenated() -> None:
     assert torch.equal(both.dequantize(), torch.cat([small.dequantize(), coarse.dequantize()]))
 
 
-@pytest.mark.parametrize(("kind", "quantization"), [("Q4_1", "gguf"), ("Q6_K", "gguf"), ("F32", "int4")])
+@pytest.mark.parametrize(
+    ("kind", "quantization", "dtype"),
+    [
+        ("Q4_1", "gguf", "float32"),
+        ("Q4_1", "gguf", "bfloat16"),
+        ("Q6_K", "gguf", "float32"),
+        ("F32", "int4", "float32"),
+    ],
+)
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_engine_on_blocks_is_exact_under_speculation(
-    kind: str, quantization: str, method: str, tmp_path: Path
+    kind: str, quantization: str, dtype: str, method: str, tmp_path: Path
 ) -> None:
     """Compare requests in one batch with drafts and short chunks with each request alone."""
     path = tmp_path / "m.gguf"
     write_gguf(path, "llama", CONFIG, kind=kind)
-    options: Any = {"quantization": quantization, "dtype": "float32", "device": "cpu"}
+    options: Any = {"quantization": quantization, "dtype": dtype, "device": "cpu"}
     options["skip_tokenizer_init"] = True
     lists = [[5, 6, 7, 8] * 9 + [5, 6], [9, 3] * 20 + [9], [1, 2, 3]]
     prompts: Any = [{"prompt_token_ids": ids} for ids in lists]
@@ -152,7 +160,7 @@ def test_engine_on_blocks_is_exact_under_speculation(
     with LLM(str(path), speculative_config=speculative, **options) as llm:
         together, num_drafts = run(llm, prompts)
         shown = "int4" if quantization == "int4" else kind
-        assert f", {shown} weights with float32 activations on cpu (cpu backend)" in llm.engine.describe()
+        assert f", {shown} weights with {dtype} activations on cpu (cpu backend)" in llm.engine.describe()
     assert together == alone and num_drafts
 
 

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import tiny
+from draftproof.models.config import LayerNorms, ModelConfig
+from draftproof.models.expected_tensors import dummy_tensors
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner
+from draftproof.models.weight_formats import BlockWeight, FloatWeight, WeightTensor
 from draftproof.ops import resolve
 
 CPU = torch.device("cpu")
@@ -36,3 +39,31 @@ def test_taps_return_residual_rows_and_change_no_output_bit(backend, dtype):
         assert first.shape == want.shape and not torch.equal(first, second)
     for mine, theirs in zip(plain.caches, tapped.caches, strict=True):
         assert torch.equal(mine, theirs)
+
+
+OUTPUT_NORMS = LayerNorms(attention="", attention_output="post_a", mlp="", mlp_output="post_m")
+
+
+@pytest.mark.parametrize(("norms", "dtype"), [(LayerNorms(), torch.float32), (OUTPUT_NORMS, torch.bfloat16)])
+def test_residual_behind_a_table_in_blocks_is_fp32_where_norms_read_it(norms, dtype):
+    """Weights that read the residual without a norm take it in the model's dtype."""
+    config = ModelConfig(
+        "LlamaForCausalLM", tiny.VOCAB, 64, 2, 4, 2, 16, 64, tie_embeddings=True, norms=norms, windows=(0, 0)
+    )
+    name, found = "model.embed_tokens.weight", {}
+    for backend in ("reference", "torch", "cpu"):
+        weights: dict[str, WeightTensor] = {
+            key: FloatWeight(value) for key, value in dummy_tensors(config, torch.bfloat16, 0).items()
+        }
+        data = (127 * weights[name].data.float() / weights[name].data.float().abs().max()).to(torch.int8)
+        weights[name] = BlockWeight(data, torch.full((tiny.VOCAB, 2, 1), 0.01).half())
+        ops = resolve(backend, CPU)
+        model = create_model(config, weights, ops, 64)
+        made = Runner(model, ops, torch.bfloat16, num_pages=9, page_size=8, max_rows=32, taps=(0, 1))
+        table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
+        at = torch.arange(6)
+        hidden, *taps = made.forward_tapped(made.rows(at * 7, at, torch.ones_like(at), table))
+        assert hidden.dtype == torch.bfloat16 and {tap.dtype for tap in taps} == {dtype}
+        assert torch.equal(ops.forward.rms_norm(taps[1].contiguous(), model.norm, config.norm_eps), hidden)
+        found[backend] = taps[1].float()
+        assert torch.allclose(found[backend], found["reference"], rtol=0.02, atol=0.02)

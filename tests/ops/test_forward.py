@@ -279,6 +279,26 @@ def test_norms_and_silu_equal_reference(ops: Ops, dtype: torch.dtype, width: int
         assert_close(ops.forward.act_mul(both), REFERENCE.forward.act_mul(both), dtype)
 
 
+@pytest.mark.parametrize("width", (8, 45, 576))
+def test_norms_of_an_fp32_residual_equal_reference(width: int) -> None:
+    """A residual in fp32 beside activations in bf16 is not rounded; its rows are independent."""
+    weight = randn(width, seed=1, dtype=torch.bfloat16)
+    for ops in (backend for backend in OPS.values() if backend.forward.table_formats):
+        for rows in SIZES:
+            x, residual = randn(rows, width, seed=rows, dtype=torch.bfloat16), 3 * randn(rows, width, seed=2)
+            got, total = ops.forward.add_rms_norm(x, residual, weight, 1e-5)
+            want, summed = REFERENCE.forward.add_rms_norm(x, residual, weight, 1e-5)
+            assert total.dtype == torch.float32 and torch.equal(total, x.float() + residual)
+            assert torch.equal(total, summed)
+            assert_close(got, want, torch.bfloat16)
+            normed = ops.forward.rms_norm(total, weight, 1e-5)
+            assert normed.dtype == torch.bfloat16 and torch.equal(normed, got)
+            for row in range(min(rows, 3)):
+                part = slice(row, row + 1)
+                alone = ops.forward.add_rms_norm(x[part], residual[part], weight, 1e-5)
+                assert torch.equal(alone[0], got[part]) and torch.equal(alone[1], total[part])
+
+
 @others
 def test_rms_norm_of_zeros_and_of_large_values_equals_reference(ops: Ops) -> None:
     x = torch.stack([torch.zeros(24), torch.full((24,), 1e4), torch.full((24,), -1e-6)])

@@ -13,6 +13,7 @@ from draftproof.errors import ConfigError, LoadError
 from draftproof.models.draft_head.bundled import bundled_heads, find_bundled_head, find_bundled_head_by_size
 from draftproof.models.draft_head.config import TargetIdentity
 from draftproof.models.draft_head.formats import load_draft_head
+from draftproof.models.load import load_checkpoint
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.text.tokenizer import load_tokenizer
@@ -61,7 +62,9 @@ def test_bundled_head_is_refused_for_another_model(target: TargetIdentity) -> No
         engine({"model": str(find_bundled_head("eagle3", target))})
 
 
-def test_bundled_head_is_exact_and_saves_steps(smollm2, smollm2_path) -> None:
+@pytest.mark.parametrize("is_unpacked", [True, False], ids=["bf16", "blocks"])
+def test_bundled_head_is_exact_and_saves_steps(smollm2, smollm2_path, is_unpacked: bool) -> None:
+    """The head reads the residual, which is fp32 behind blocks."""
     tokenizer = load_tokenizer(smollm2_path)
     ids = tokenizer.encode(f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n")
 
@@ -76,7 +79,9 @@ def test_bundled_head_is_exact_and_saves_steps(smollm2, smollm2_path) -> None:
             max_num_seqs=2,
             speculative=SpeculativeConfig.parse(spec) if spec else None,
         )
-        return Engine(config, smollm2("bfloat16"))
+        if is_unpacked:
+            return Engine(config, smollm2("bfloat16"))
+        return Engine(config, load_checkpoint("smollm2-135m", dtype="bfloat16", keep_blocks=True))
 
     plain = tiny.run(engine(None), requests())
     drafts = engine({"method": "eagle3", "num_speculative_tokens": 4, "adaptive": False})

@@ -99,9 +99,13 @@ class DenseDecoder:
         """
         ops, eps = self.ops, self.config.norm_eps
         ops.forward.begin_pass(rows)
-        embedded = ops.forward.embed(rows.tokens, self.embedding)
+        norms = self.config.norms
+        # weights read the residual through norms, which round it to the model's dtype
+        is_normed = bool(norms.attention and norms.mlp)
+        embed = ops.forward.embed_unrounded if is_normed else ops.forward.embed
+        embedded = embed(rows.tokens, self.embedding)
         if self.config.embedding_scale != 1.0:  # rounded to the model's dtype, as in transformers
-            scale = torch.tensor(self.config.embedding_scale, dtype=embedded.dtype)
+            scale = torch.tensor(self.config.embedding_scale, dtype=self.embedding.dtype)
             embedded = ops.forward.scale(embedded, float(scale))
         hidden, _, *tapped = run_layers(
             ops,

@@ -1,12 +1,13 @@
 """Contract of the forward-pass ops: linear layers, norms, activations, rope with KV store, attention.
 
-Activations have the model's dtype (fp32 or bf16); sums are accumulated in fp32; logits are fp32. `R` is the
-number of rows of a call.
+Activations have the model's dtype (fp32 or bf16); sums are accumulated in fp32; logits are fp32. The residual
+has that dtype too, or fp32 where `embed_unrounded` returned it. `R` is the number of rows of a call.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -87,6 +88,12 @@ class ForwardOps(LatentOps, ABC):
     def embed(self, tokens: Tensor, table: Tensor | QuantizedTable) -> Tensor:
         """Look up tokens [R] in table [V, D]: [R, D]."""
 
+    def embed_unrounded(self, tokens: Tensor, table: Tensor | QuantizedTable) -> Tensor:
+        """Compute `embed`; rows of a quantised table are fp32, not rounded to its dtype."""
+        if isinstance(table, QuantizedTable):
+            table = replace(table, dtype=torch.float32)
+        return self.embed(tokens, table)
+
     def vocab_places(self, tokens: Tensor, num_rows: int, rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
         """Return where tokens [R] are in a table of which each rank has `num_rows` rows: two tensors [R].
 
@@ -103,7 +110,7 @@ class ForwardOps(LatentOps, ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Compute x [R, D] / rms(x), rounded to x's dtype, times weight [D]."""
+        """Compute x [R, D] / rms(x), rounded to the dtype of weight [D], times weight."""
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,11 @@ def check_tensor(
     return x.contiguous()
 
 
+def check_norm(weight: Tensor, x: Tensor) -> Tensor:
+    """Return the weight of a norm of x [R, D], contiguous; it has x's dtype, or is bf16 beside fp32."""
+    return check_tensor("weight", weight, 1, x.shape[1], None if x.dtype == torch.float32 else x.dtype)
+
+
 def check_ints(name: str, x: Tensor, rows: int | None = None) -> Tensor:
     if x.dim() != 1 or (rows is not None and x.shape[0] != rows) or x.device.type != "cpu":
         raise ValueError(f"{name} is {tuple(x.shape)} on {x.device}; wanted [{rows}] on the cpu")

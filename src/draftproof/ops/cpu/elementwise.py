@@ -51,20 +51,20 @@ def concat_columns(args: int, rows: int, thread: int, threads: int, scratch: int
 
 
 @device
-def normalise(src: int, out: int, weight: int, width: int, eps: float, bf16: bool) -> None:
+def normalise(src: int, out: int, weight: int, width: int, eps: float, src_bf16: bool, bf16: bool) -> None:
     """Write src / rms(src), rounded, times weight to out [width]."""
     total = v.splat(_ZERO)
     for i in range(0, width, 16):
-        x = v.tload(src, i, width - i, bf16)
+        x = v.tload(src, i, width - i, src_bf16)
         total = v.fma(x, x, total)
     inverse = v.splat(np.float32(1.0 / math.sqrt(np.float64(v.sum_lanes(total)) / width + eps)))
     for i in range(0, width, 16):
-        x = v.tround(v.mul(v.tload(src, i, width - i, bf16), inverse), bf16)
+        x = v.tround(v.mul(v.tload(src, i, width - i, src_bf16), inverse), bf16)
         v.tstore(out, i, v.mul(x, v.tload(weight, i, width - i, bf16)), width - i, bf16)
 
 
-def _rms_norm(bf16: bool) -> Kernel:
-    size = 2 if bf16 else 4
+def _rms_norm(x_bf16: bool, bf16: bool) -> Kernel:
+    x_size, size = 2 if x_bf16 else 4, 2 if bf16 else 4
 
     @kernel
     def rms_norm(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -73,14 +73,14 @@ def _rms_norm(bf16: bool) -> Kernel:
         width, eps = load_i64(args + 24), f64_of_bits(load_i64(args + 32))
         begin, end = share(rows, thread, threads)
         for row in range(begin, end):
-            at = row * width * size
-            normalise(x + at, out + at, weight, width, eps, bf16)
+            at = row * width
+            normalise(x + at * x_size, out + at * size, weight, width, eps, x_bf16, bf16)
 
     return rms_norm
 
 
-def _add_rms_norm(bf16: bool) -> Kernel:
-    size = 2 if bf16 else 4
+def _add_rms_norm(sum_bf16: bool, bf16: bool) -> Kernel:
+    sum_size, size = 2 if sum_bf16 else 4, 2 if bf16 else 4
 
     @kernel
     def add_rms_norm(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -90,12 +90,12 @@ def _add_rms_norm(bf16: bool) -> Kernel:
         width, eps = load_i64(args + 40), f64_of_bits(load_i64(args + 48))
         begin, end = share(rows, thread, threads)
         for row in range(begin, end):
-            at = row * width * size
+            at, sum_at = row * width * size, row * width * sum_size
             for i in range(0, width, 16):
                 n = width - i
-                y = v.add(v.tload(x + at, i, n, bf16), v.tload(residual + at, i, n, bf16))
-                v.tstore(total + at, i, y, n, bf16)
-            normalise(total + at, out + at, weight, width, eps, bf16)
+                y = v.add(v.tload(x + at, i, n, bf16), v.tload(residual + sum_at, i, n, sum_bf16))
+                v.tstore(total + sum_at, i, y, n, sum_bf16)
+            normalise(total + sum_at, out + at, weight, width, eps, sum_bf16, bf16)
 
     return add_rms_norm
 
@@ -191,8 +191,8 @@ def _row_norms(bf16: bool) -> Kernel:
         for row in range(begin, end):
             at = row * (q_width + 2 * k_width) * size
             k_at, v_at = at + q_width * size, at + (q_width + k_width) * size
-            normalise(qkv + at, out + at, q_norm, q_width, eps, bf16)
-            normalise(qkv + k_at, out + k_at, k_norm, k_width, eps, bf16)
+            normalise(qkv + at, out + at, q_norm, q_width, eps, bf16, bf16)
+            normalise(qkv + k_at, out + k_at, k_norm, k_width, eps, bf16, bf16)
             copy_bytes(out + v_at, qkv + v_at, k_width * size)
 
     return row_norms
@@ -250,7 +250,7 @@ def _rope_store(bf16: bool, form: int) -> Kernel:
                 dst = scratch
                 norm = k_norm
             if norm != 0:
-                normalise(src, dst, norm, dim, eps, bf16)
+                normalise(src, dst, norm, dim, eps, bf16, bf16)
                 src = dst
             rotate(src, dst, angles, dim // 2, bf16)
             if head >= num_q:
@@ -260,11 +260,13 @@ def _rope_store(bf16: bool, form: int) -> Kernel:
 
 
 # kernels by activation dtype: [fp32, bf16]
-RMS_NORM: list[Any] = [_rms_norm(False), _rms_norm(True)]
-ADD_RMS_NORM: list[Any] = [_add_rms_norm(False), _add_rms_norm(True)]
 ADD: list[Any] = [_add(False), _add(True)]
 SCALE: list[Any] = [_scale(False), _scale(True)]
 ROW_NORMS: list[Any] = [_row_norms(False), _row_norms(True)]
+# (residual is bf16, activations are bf16) -> kernel
+_NORMED: list[tuple[bool, bool]] = [(False, False), (False, True), (True, True)]
+RMS_NORM: dict[tuple[bool, bool], Any] = {key: _rms_norm(*key) for key in _NORMED}
+ADD_RMS_NORM: dict[tuple[bool, bool], Any] = {key: _add_rms_norm(*key) for key in _NORMED}
 # activation -> kernels by activation dtype
 ACT_MUL: dict[str, list[Any]] = {
     name: [_act_mul(False, act), _act_mul(True, act)]

@@ -18,7 +18,14 @@ from draftproof.ops.contract.types import (
     QuantizedTable,
 )
 from draftproof.ops.cpu import elementwise
-from draftproof.ops.cpu.argument_checks import check_cache, check_ints, check_rows, check_tensor, is_bf16
+from draftproof.ops.cpu.argument_checks import (
+    check_cache,
+    check_ints,
+    check_norm,
+    check_rows,
+    check_tensor,
+    is_bf16,
+)
 from draftproof.ops.cpu.attention import driver
 from draftproof.ops.cpu.attention import fma as attention_parts
 from draftproof.ops.cpu.attention.kv import KV_FORMS
@@ -152,21 +159,21 @@ class CpuForward(CpuLatent):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = check_tensor("x", x, 2)
-        weight = check_tensor("weight", weight, 1, x.shape[1], x.dtype)
-        out = self._run.new(tuple(x.shape), x.dtype)
-        kernel = elementwise.RMS_NORM[is_bf16(x.dtype)]
+        weight = check_norm(weight, x)
+        out = self._run.new(tuple(x.shape), weight.dtype)
+        kernel = elementwise.RMS_NORM[is_bf16(x.dtype), is_bf16(weight.dtype)]
         sizes = (weight, x.shape[1], float(eps))
         self._run.call(kernel, x.shape[0], [out], [x], sizes, small=x.numel() < SINGLE_THREAD_ELEMENTS)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = check_tensor("x", x, 2)
-        residual = check_tensor("residual", residual, 2, x.shape[1], x.dtype)
-        weight = check_tensor("weight", weight, 1, x.shape[1], x.dtype)
+        residual = check_tensor("residual", residual, 2, x.shape[1])
+        weight = check_tensor("weight", check_norm(weight, residual), 1, dtype=x.dtype)
         if residual.shape != x.shape:
             raise ValueError(f"residual is {tuple(residual.shape)}, x is {tuple(x.shape)}")
-        out, total = self._run.new(tuple(x.shape), x.dtype), self._run.new(tuple(x.shape), x.dtype)
-        kernel = elementwise.ADD_RMS_NORM[is_bf16(x.dtype)]
+        out, total = self._run.new(tuple(x.shape), x.dtype), self._run.new(tuple(x.shape), residual.dtype)
+        kernel = elementwise.ADD_RMS_NORM[is_bf16(residual.dtype), is_bf16(x.dtype)]
         sizes = (weight, x.shape[1], float(eps))
         small = x.numel() < SINGLE_THREAD_ELEMENTS
         self._run.call(kernel, x.shape[0], [out, total], [x, residual], sizes, small=small)

@@ -141,7 +141,10 @@ class ParallelForward(ForwardOps):
         own, places = self.vocab_places(
             tokens, packed.num_rows, self.communicator.rank, self.communicator.size
         )
-        every = self.communicator.all_gather(super().embed(own, packed.table))  # type: ignore[safe-super]
+        part = packed.table
+        if isinstance(part, QuantizedTable):
+            part = replace(part, dtype=table.dtype)
+        every = self.communicator.all_gather(super().embed(own, part))  # type: ignore[safe-super]
         return super().embed(places, every.flatten(0, 1))  # type: ignore[safe-super]
 
     @property

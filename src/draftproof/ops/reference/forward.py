@@ -60,13 +60,13 @@ class ReferenceForward(ReferenceLatent):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = [_norm(row, weight, eps) for row in x]
-        return _stack(rows, tuple(x.shape), x.dtype)
+        return _stack(rows, tuple(x.shape), weight.dtype)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return (x.double() + residual.double()).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = self.add(x, residual)
+        total = self.add(x.to(residual.dtype), residual)
         return self.rms_norm(total, weight, eps), total
 
     def act_mul(self, gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -123,7 +123,8 @@ def _norm(row: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return row
     x = row.double()
-    return ((x / torch.sqrt((x * x).mean() + eps)).to(row.dtype).double() * weight.double()).to(row.dtype)
+    scaled = (x / torch.sqrt((x * x).mean() + eps)).to(weight.dtype)
+    return (scaled.double() * weight.double()).to(weight.dtype)
 
 
 def _rotate(head: Tensor, rope: Tensor) -> Tensor:

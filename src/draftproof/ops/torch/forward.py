@@ -77,7 +77,7 @@ class TorchForward(TorchLatent):
             return torch.rsqrt((row * row).sum() / row.numel() + eps)
 
         wide = x.float()
-        return (wide * map_rows(scale, wide)[:, None]).to(x.dtype) * weight
+        return (wide * map_rows(scale, wide)[:, None]).to(weight.dtype) * weight
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return x + residual

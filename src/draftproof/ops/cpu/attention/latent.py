@@ -120,7 +120,7 @@ def _latent_store(bf16: bool) -> Kernel:
             if unit == 2 * row:
                 dst = q_out + row * q_width * size
                 if q_norm != 0:
-                    normalise(src, dst, q_norm, q_width, eps, bf16)
+                    normalise(src, dst, q_norm, q_width, eps, bf16, bf16)
                 else:
                     copy_bytes(dst, src, q_width * size)
                 continue
@@ -129,7 +129,7 @@ def _latent_store(bf16: bool) -> Kernel:
                 continue  # padding: nothing to store
             src += q_width * size
             dst = cache + place * (latent + width) * size
-            normalise(src, dst, latent_norm, latent, eps, bf16)
+            normalise(src, dst, latent_norm, latent, eps, bf16, bf16)
             angles = _angles(rope, positions, row, width, max_len)
             _rotate_columns(
                 src + latent * size, dst + latent * size, angles, width, pairs, scratch, size, bf16
