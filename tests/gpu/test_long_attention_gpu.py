@@ -12,7 +12,15 @@ from torch import Tensor
 
 from draftproof.ops import Attention, AttentionShape, KVLayout, Rows
 from draftproof.ops.contract.kv_layout import KV_FORMATS, kv_format, split_page_bytes
-from draftproof.ops.triton.attention import few_rows, prefill, splitkv, tiles, warp_specialized, worklist
+from draftproof.ops.triton.attention import (
+    few_rows,
+    prefill,
+    preloaded,
+    splitkv,
+    tiles,
+    warp_specialized,
+    worklist,
+)
 from draftproof.ops.triton.attention.quantized import rows as quantized_rows
 from draftproof.ops.triton.backend import TritonOps
 
@@ -28,6 +36,8 @@ LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=128**-0.5, window=0)
 GROUP_OF_EIGHT = AttentionShape(num_q=64, num_kv=8, dim=128, scale=128**-0.5, window=0)
 GROUP_OF_ONE = AttentionShape(num_q=8, num_kv=8, dim=128, scale=128**-0.5, window=0)
 GROUP_OF_SIXTEEN = AttentionShape(num_q=128, num_kv=8, dim=128, scale=128**-0.5, window=0)
+WIDE = AttentionShape(num_q=8, num_kv=4, dim=256, scale=256**-0.5, window=0)
+NARROW = AttentionShape(num_q=32, num_kv=8, dim=64, scale=64**-0.5, window=200)
 KV_DTYPES = {"bf16": BF16, **{name: KV_FORMATS[name].dtype for name in ("fp8", "int8")}}
 Windows = list[tuple[int, int]]  # of each slot: its context, and rows at the end of it
 
@@ -419,3 +429,21 @@ def test_a_graph_has_the_same_bits_at_other_contexts(name: str, early_ops: Trito
         with other_kernels(inputs):
             want = inputs.layers(early_ops, 4)
         assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("heads", [LLAMA, GROUP_OF_EIGHT, NARROW, WIDE], ids=["4", "8", "64", "256"])
+@pytest.mark.parametrize("name", [name for name in FEW if "padding" not in name])
+def test_span_loaded_early_has_the_bits_of_split_kv(
+    name: str, heads: AttentionShape, early_ops: TritonOps
+) -> None:
+    """Compare layers that store the keys of their rows just before, with keys of the pass in the span."""
+    inputs = Inputs(FEW[name], heads)
+    with selected(everywhere=False):
+        with mock.patch.multiple(preloaded, MAX_ROWS=0, MAX_WIDE_ROWS=0):
+            want = inputs.stored_layers(early_ops, 4)
+        assert not want.isnan().any()
+        early_ops.forward._partials.parts.fill_(torch.nan)
+        early_ops.forward._partials.stats.fill_(torch.nan)
+        for _ in range(2):  # the first time compiles
+            assert same_bits(inputs.stored_layers(early_ops, 4), want)
+    assert not early_ops.forward._partials.counters.any()
