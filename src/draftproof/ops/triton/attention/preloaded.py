@@ -25,9 +25,6 @@ MAX_ROWS = 8
 MAX_WIDE_ROWS = 1  # of heads wider than MAX_LOOP_WIDTH, of which a span fills the registers of a program
 MAX_WIDTH, MAX_LOOP_WIDTH = 256, 128  # elements of a head; wider ones have no loop of `span_loop.py`
 WARPS, WIDE_WARPS = 4, 8
-# Spans of a program up to which the first is loaded early, where a tile has one row and there are other rows.
-# Otherwise only a single span is: with fewer programs the loop over spans of `span_loop.py` is faster.
-MAX_PROGRAM_SPANS = 4
 EXTRA_SHARED_BYTES = 12 << 10  # of queries and scores
 HEIGHT, ONES = 16, 16  # rows times heads of a tile, columns of ones: the minimum of the tensor core
 
@@ -70,8 +67,8 @@ def preloaded_attention_kernel(
     R, max_pages, plane, spans, num_parallel, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    MAX_ROWS: tl.constexpr, MAX_PROGRAM_SPANS: tl.constexpr, GROUP_PADDED: tl.constexpr,
-    IN_FLIGHT: tl.constexpr, SPAN_LOOP: tl.constexpr, PDL: tl.constexpr,
+    MAX_ROWS: tl.constexpr, GROUP_PADDED: tl.constexpr, IN_FLIGHT: tl.constexpr, SPAN_LOOP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [R, heads * D] -> out for R <= MAX_ROWS; parts, stats: see `splitkv_attention_kernel`.
 
@@ -105,9 +102,7 @@ def preloaded_attention_kernel(
             inside = ok[:, None] & (d < D)[None, :]
             q_offset = row_head[:, None] * D + d[None, :]
             base = row_head * spans
-            has_one_row = (first_position == last) & (R > 1)
-            loads_early = (length == 1) | (has_one_row & (length <= MAX_PROGRAM_SPANS))
-            if loads_early or not SPAN_LOOP:
+            if length == 1 or not SPAN_LOOP:  # the loop of `span_loop.py` is faster than a span before it
                 new = first_new_key(slots, positions, slot, last, R, MAX_ROWS)
                 ks, vs, offsets, recent = load_span(
                     cache, plane, pages, start, head, first, last, new, NUM_KV, D, BD, PAGE, KEYS, SPAN
@@ -185,7 +180,6 @@ def launch(
         num_parallel, heads.scale * online_softmax.LOG2_E,
         NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(HEIGHT, padded), PAGE=page_size,
         WINDOW=heads.window, KEYS=online_softmax.KEYS, SPAN=online_softmax.SPAN, ONES=ONES, MAX_ROWS=MAX_ROWS,
-        MAX_PROGRAM_SPANS=MAX_PROGRAM_SPANS, GROUP_PADDED=padded,
-        IN_FLIGHT=spans_in_flight(warps, padded, width), SPAN_LOOP=has_loop,
+        GROUP_PADDED=padded, IN_FLIGHT=spans_in_flight(warps, padded, width), SPAN_LOOP=has_loop,
         **launch_options(pdl, num_warps=warps, num_stages=3 if has_loop else 1, enable_fp_fusion=False),
     )  # fmt: skip
