@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -404,7 +405,7 @@ def span_loaded_early_does_not_change_bits_of_attention() -> None:
     """Compare decode rows, drafts, padding and one or several spans a program, with windows and sinks."""
     row, drafts = [(0, 299)], [(0, 255 + i) for i in range(3)] + [(1, 4), (2, 140), (1, 0)]
     wide = AttentionShape(num_q=2, num_kv=1, dim=136, scale=0.1, window=0)
-    for heads in (HEADS["grouped"], HEADS["long_window"], wide):
+    for heads in (wide, replace(wide, window=200), replace(wide, num_q=6, num_kv=2)):
         paged = Paged(heads, [300, 5, 150], torch.bfloat16)
         for lines, sinks, programs in product((row, drafts), (None, randn(heads.num_q)), (1, 800)):
             q = randn(len(lines), heads.num_q * heads.dim, seed=1, dtype=torch.bfloat16)
@@ -415,7 +416,7 @@ def span_loaded_early_does_not_change_bits_of_attention() -> None:
                 out = torch.zeros_like(q)
                 with (
                     mock.patch.object(attention_kernels.SplitKVAttention, "tile", lambda *_, tile=tile: tile),
-                    mock.patch.multiple(preloaded, MAX_ROWS=limit, MAX_WIDE_ROWS=limit),
+                    mock.patch.object(preloaded, "MAX_SELECTED_ROWS", limit),
                 ):
                     split_kv(q, rows, heads, paged.cache, out, False, sinks)
                 found.append(bits(out))

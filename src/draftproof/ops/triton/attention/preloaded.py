@@ -1,6 +1,6 @@
-"""Split-KV attention of few rows whose first span is loaded before the previous kernel has completed.
+"""Split-KV attention of one row with wide heads, whose first span is loaded before the previous kernel ends.
 
-With few rows attention is a chain of dependent loads: page ids, keys and values, queries. Keys and values of
+With one row attention is a chain of dependent loads: page ids, keys and values, queries. Keys and values of
 earlier passes do not depend on the previous kernel, so a program loads those of its first span before it
 waits. After the wait it loads the queries and the keys of this pass. The sums are those of `splitkv.py`, bit
 for bit.
@@ -14,17 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention import online_softmax, span_loop
-from draftproof.ops.triton.attention.kv_cache import head_pointers, kv_offset, prefetch_span
+from draftproof.ops.triton.attention import online_softmax
+from draftproof.ops.triton.attention.kv_cache import kv_offset
 from draftproof.ops.triton.attention.merge import merge_rows, spans_in_flight
 from draftproof.ops.triton.attention.online_softmax import load_sinks, store_normalised, store_partial
 from draftproof.ops.triton.fused.attention import attend_span, load_kv_blocks
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_launch_next, pdl_wait
 
-MAX_ROWS = 8
-MAX_WIDE_ROWS = 1  # of heads wider than MAX_LOOP_WIDTH, of which a span fills the registers of a program
-MAX_WIDTH, MAX_LOOP_WIDTH = 256, 128  # elements of a head; wider ones have no loop of `span_loop.py`
-WARPS, WIDE_WARPS = 4, 8
+MAX_ROWS = 8  # rows that the kernel supports
+MAX_SELECTED_ROWS = 1
+WIDTH = 256  # elements of a padded head; narrower heads gain nothing
+NUM_WARPS = 8
 EXTRA_SHARED_BYTES = 12 << 10  # of queries and scores
 HEIGHT, ONES = 16, 16  # rows times heads of a tile, columns of ones: the minimum of the tensor core
 
@@ -67,13 +67,9 @@ def preloaded_attention_kernel(
     R, max_pages, plane, spans, num_parallel, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr, ONES: tl.constexpr,
-    MAX_ROWS: tl.constexpr, GROUP_PADDED: tl.constexpr, IN_FLIGHT: tl.constexpr, SPAN_LOOP: tl.constexpr,
-    PDL: tl.constexpr,
+    MAX_ROWS: tl.constexpr, GROUP_PADDED: tl.constexpr, IN_FLIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [R, heads * D] -> out for R <= MAX_ROWS; parts, stats: see `splitkv_attention_kernel`.
-
-    SPAN_LOOP: use `span_loop.py` for further spans; else load each as the first.
-    """
+    """Attention of q [R, heads * D] -> out, R <= MAX_ROWS; parts, stats: see `splitkv_attention_kernel`."""
     pdl_launch_next(PDL)
     HEIGHT: tl.constexpr = BM // GROUP
     HEADS: tl.constexpr = NUM_KV * GROUP
@@ -102,46 +98,29 @@ def preloaded_attention_kernel(
             inside = ok[:, None] & (d < D)[None, :]
             q_offset = row_head[:, None] * D + d[None, :]
             base = row_head * spans
-            if length == 1 or not SPAN_LOOP:  # the loop of `span_loop.py` is faster than a span before it
-                new = first_new_key(slots, positions, slot, last, R, MAX_ROWS)
-                ks, vs, offsets, recent = load_span(
-                    cache, plane, pages, start, head, first, last, new, NUM_KV, D, BD, PAGE, KEYS, SPAN
+            new = first_new_key(slots, positions, slot, last, R, MAX_ROWS)
+            ks, vs, offsets, recent = load_span(
+                cache, plane, pages, start, head, first, last, new, NUM_KV, D, BD, PAGE, KEYS, SPAN
+            )
+            sink = None if sinks is None else load_sinks(sinks, head * GROUP + i % GROUP)
+            pdl_wait(PDL)
+            query = tl.load(q + q_offset, mask=inside, other=0.0)
+            ks, vs = load_kv_blocks(cache, plane, offsets, recent, ks, vs, D, BD, KEYS, SPAN)
+            m, total, acc = attend_span(
+                query, ks, vs, pos, start * SPAN, scale, BD, BM, WINDOW, KEYS, SPAN, ONES
+            )
+            if count == 1:
+                store_normalised(m, total, acc, sink, out + q_offset, inside)
+            else:
+                store_partial(parts, stats, base + start, m, total, acc, ok, inside, BD)
+            for span in tl.range(start + 1, end, num_stages=1):
+                ks, vs, _, _ = load_span(
+                    cache, plane, pages, span, head, first, last, last + 1, NUM_KV, D, BD, PAGE, KEYS, SPAN
                 )
-                sink = None if sinks is None else load_sinks(sinks, head * GROUP + i % GROUP)
-                pdl_wait(PDL)
-                query = tl.load(q + q_offset, mask=inside, other=0.0)
-                ks, vs = load_kv_blocks(cache, plane, offsets, recent, ks, vs, D, BD, KEYS, SPAN)
                 m, total, acc = attend_span(
-                    query, ks, vs, pos, start * SPAN, scale, BD, BM, WINDOW, KEYS, SPAN, ONES
+                    query, ks, vs, pos, span * SPAN, scale, BD, BM, WINDOW, KEYS, SPAN, ONES
                 )
-                if count == 1:
-                    store_normalised(m, total, acc, sink, out + q_offset, inside)
-                else:
-                    store_partial(parts, stats, base + start, m, total, acc, ok, inside, BD)
-                start += 1
-            else:
-                if PDL:
-                    prefetch_span(cache, plane, pages, start, last, head, NUM_KV, D, PAGE, SPAN)
-                pdl_wait(PDL)
-                query = tl.load(q + q_offset, mask=inside, other=0.0)
-            if SPAN_LOOP:
-                if start < end:
-                    kv = head_pointers(cache, plane, head, NUM_KV, D, PAGE)
-                    span_loop.attend_spans(
-                        query, pos, pages, kv, first, last, first_position, start, end, scale,
-                        parts, stats, base, True, ok, inside,
-                        NUM_KV, D, BD, BM, PAGE, WINDOW, KEYS, SPAN, ONES, True,
-                    )  # fmt: skip
-            else:
-                for span in tl.range(start, end, num_stages=1):
-                    ks, vs, _, _ = load_span(
-                        cache, plane, pages, span, head, first, last, last + 1,
-                        NUM_KV, D, BD, PAGE, KEYS, SPAN,
-                    )  # fmt: skip
-                    m, total, acc = attend_span(
-                        query, ks, vs, pos, span * SPAN, scale, BD, BM, WINDOW, KEYS, SPAN, ONES
-                    )
-                    store_partial(parts, stats, base + span, m, total, acc, ok, inside, BD)
+                store_partial(parts, stats, base + span, m, total, acc, ok, inside, BD)
             if count > 1:
                 tl.debug_barrier()
                 counter = counters + row * NUM_KV + head
@@ -158,12 +137,10 @@ def preloaded_attention_kernel(
 
 def is_selected(q: Tensor, width: int, cache: Tensor, max_shared_bytes: int) -> bool:
     """Return whether `launch` is used for queries q [R, heads * D] of heads padded to `width`."""
-    limit = MAX_ROWS if width <= MAX_LOOP_WIDTH else MAX_WIDE_ROWS
-    if len(q) > limit or width > MAX_WIDTH or not q.dtype == cache.dtype == torch.bfloat16:
+    if len(q) > MAX_SELECTED_ROWS or width != WIDTH:
         return False
-    # A span of keys and values; the loop of `span_loop.py` has two in flight.
-    shared = (8 if width <= MAX_LOOP_WIDTH else 4) * online_softmax.SPAN * width + EXTRA_SHARED_BYTES
-    return shared <= max_shared_bytes
+    span_bytes = 2 * online_softmax.SPAN * width * cache.element_size()
+    return q.dtype == cache.dtype == torch.bfloat16 and span_bytes + EXTRA_SHARED_BYTES <= max_shared_bytes
 
 
 def launch(
@@ -172,14 +149,14 @@ def launch(
 ) -> None:  # fmt: skip
     """Store the attention of q to `out`; scratch: see `splitkv.PartialBuffers.reserve`."""
     num_rows, max_pages, page_size = len(q), rows.page_table.shape[1], cache.shape[2]
-    group, has_loop = heads.num_q // heads.num_kv, width <= MAX_LOOP_WIDTH
-    padded, warps = next_power_of_two(group), WARPS if has_loop else WIDE_WARPS
+    group = heads.num_q // heads.num_kv
+    padded = next_power_of_two(group)
     preloaded_attention_kernel[(num_rows, heads.num_kv, num_parallel)](
         q, rows.slots, rows.positions, rows.page_table, cache, out, *scratch, sinks,
         num_rows, max_pages, cache.stride(0), triton.cdiv(max_pages * page_size, online_softmax.SPAN),
         num_parallel, heads.scale * online_softmax.LOG2_E,
         NUM_KV=heads.num_kv, GROUP=group, D=heads.dim, BD=width, BM=max(HEIGHT, padded), PAGE=page_size,
         WINDOW=heads.window, KEYS=online_softmax.KEYS, SPAN=online_softmax.SPAN, ONES=ONES, MAX_ROWS=MAX_ROWS,
-        GROUP_PADDED=padded, IN_FLIGHT=spans_in_flight(warps, padded, width), SPAN_LOOP=has_loop,
-        **launch_options(pdl, num_warps=warps, num_stages=3 if has_loop else 1, enable_fp_fusion=False),
+        GROUP_PADDED=padded, IN_FLIGHT=spans_in_flight(NUM_WARPS, padded, width),
+        **launch_options(pdl, num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=False),
     )  # fmt: skip
