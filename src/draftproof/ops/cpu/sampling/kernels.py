@@ -40,6 +40,9 @@ from draftproof.ops.cpu.sampling.row_select import (
 _LOW = 0xFFFFFFFF
 _MAX_NOISE = np.float32(23.0)  # upper bound of 32-bit Gumbel noise
 _UNIT = np.float32(2.0**-32)
+_ZERO = np.float32(0.0)
+_ALL_LANES = 0xFFFF
+SAMPLED, NOT_FINITE = 1, 2  # states of a row, see `likeliest`
 
 
 def scratch_bytes(vocab: int) -> int:
@@ -54,6 +57,38 @@ def argmax(args: int, rows: int, thread: int, threads: int, scratch: int) -> Non
     begin, end = share(rows, thread, threads)
     for row in range(begin, end):
         store_i64(out + 8 * row, best_id(logits + row * vocab * 4, vocab, scratch))
+
+
+@device
+def _is_finite(row: int, vocab: int, largest: int) -> bool:
+    """Return whether no logit is NaN and that of id `largest` is finite."""
+    ordered = np.int64(_ALL_LANES)
+    for i in range(0, vocab, 16):
+        x = lload(row, i, vocab)
+        ordered &= v.mask_bits(v.ge(x, x))
+    return ordered == _ALL_LANES and not math.isinf(load_f32(row + 4 * largest))
+
+
+@kernel
+def likeliest(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+    """Choose the token of rows; args: tokens, states, logits, slots, temperatures of slots, vocabulary.
+
+    A padding row has token 0. States: `SAMPLED` if the slot has a temperature, `NOT_FINITE`.
+    """
+    tokens, states, logits = load_i64(args), load_i64(args + 8), load_i64(args + 16)
+    slots, temperatures, vocab = load_i64(args + 24), load_i64(args + 32), load_i64(args + 40)
+    begin, end = share(rows, thread, threads)
+    for row in range(begin, end):
+        slot, line = load_i64(slots + 8 * row), logits + row * vocab * 4
+        token, state = np.int64(0), np.int64(0)
+        if slot >= 0:
+            token = best_id(line, vocab, scratch)
+            if load_f32(temperatures + 4 * slot) > _ZERO:
+                state = np.int64(SAMPLED)
+            if not _is_finite(line, vocab, token):
+                state = np.int64(NOT_FINITE)
+        store_i64(tokens + 8 * row, token)
+        store_i64(states + 8 * row, state)
 
 
 @device

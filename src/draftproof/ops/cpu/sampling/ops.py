@@ -27,7 +27,7 @@ class CpuSampling(ComposedSampling):
 
     def __init__(self, run: Executor) -> None:
         self._run = run
-        run.later.add(kernels.argmax)
+        run.later.add(kernels.likeliest)
 
     def argmax(self, logits: Tensor) -> Tensor:
         logits, rows, vocab = check_logits(logits)
@@ -135,41 +135,22 @@ class CpuSampling(ComposedSampling):
         _mask(*(x.numpy() for x in (windows.slot, windows.depth, columns.adjust, windows.allowed, base)))
 
     def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
-        columns = windows.columns
-        num_rows = logits.shape[0]
-        temperatures, seeds = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int64)
-        inputs = [x.numpy() for x in (windows.slot, columns.temperature, columns.seed)]
-        any_sampled = _keys(*inputs, temperatures, seeds)
-        tokens = self.argmax(logits)
-        sums = logits.sum(-1)  # NaN if one is, or after an overflow; a twelfth of the time of `isnan`
-        if not _are_finite(logits.numpy(), tokens.numpy(), sums.numpy()):
+        logits, rows, vocab = check_logits(logits)
+        columns, slot = windows.columns, windows.slot
+        tokens, states = torch.empty(2, rows, dtype=torch.int64).unbind()
+        inputs = [logits, check_ints("slot", slot, rows)]
+        constants = [columns.temperature, vocab]
+        self._run.call(kernels.likeliest, rows, [tokens, states], inputs, constants, small=rows == 1)
+        state = np.bitwise_or.reduce(states.numpy())
+        if state & kernels.NOT_FINITE:
             return super().sample(logits, windows, scaled)
-        if any_sampled:
-            temperature = torch.from_numpy(temperatures)
+        if state & kernels.SAMPLED:
+            temperature = columns.temperature[slot.clamp(min=0)]
             divided = logits if scaled else logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-            keys = torch.from_numpy(seeds), windows.position
-            tokens = torch.where(temperature > 0, self.gumbel_argmax(divided, *keys, STREAM_SAMPLE), tokens)
-        return torch.where(windows.slot >= 0, tokens, 0), torch.zeros_like(tokens)
-
-
-@compiled
-def _are_finite(logits, tokens, sums):  # type: ignore[no-untyped-def]
-    """Return whether the largest logit of every row, that of its token, is finite and no sum is NaN."""
-    found = True
-    for r in range(len(tokens)):
-        found &= np.isfinite(logits[r, tokens[r]]) and not np.isnan(sums[r])
-    return found
-
-
-@compiled
-def _keys(slot, temperature, seed, temperatures, seeds):  # type: ignore[no-untyped-def]
-    """Write temperature and seed of each row; return whether any row is sampled."""
-    any_sampled = False
-    for r in range(len(slot)):
-        if slot[r] >= 0:
-            temperatures[r], seeds[r] = temperature[slot[r]], seed[slot[r]]
-            any_sampled = any_sampled or temperatures[r] > 0
-    return any_sampled
+            keys = columns.seed[slot.clamp(min=0)], windows.position
+            noisy = self.gumbel_argmax(divided, *keys, STREAM_SAMPLE)
+            tokens = torch.where(states > 0, noisy, tokens)
+        return tokens, torch.zeros_like(tokens)
 
 
 @compiled
