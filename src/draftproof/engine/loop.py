@@ -134,9 +134,10 @@ class Loop:
         scheduler, host, started = self.scheduler, self.scheduler.mirror, time.perf_counter()
         waits = self.hooks.drafts_on_host or not self.overlap or self._needs_sync()
         try:
-            if waits and self.hooks.drafts_on_device:
+            counted = waits and self.hooks.drafts_on_device
+            if counted and host.num_draft.any():  # upper bounds
                 self._count_drafts()
-            planned = scheduler.plan(idle=not self.pending, counted=waits and self.hooks.drafts_on_device)
+            planned = scheduler.plan(idle=not self.pending, counted=counted)
         except DEVICE_ERRORS as error:  # reading failed before the step began
             raise StepFault([]) from error
         for sequence in scheduler.preempted:

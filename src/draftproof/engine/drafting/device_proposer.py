@@ -218,9 +218,8 @@ class DraftRunner:
             return
         columns = self.slots.columns
         slots, budget = plan.slots, plan.budget
-        if rows is None and not self.slots.ops.runtime.asynchronous and not budget.any():  # none is wanted
-            columns.num_draft[slots] = 0
-            return
+        if rows is None and not self.slots.ops.runtime.asynchronous and not budget.numpy().any():
+            return  # none is wanted; the commit has removed the last ones
         batch = DeviceBatch(columns, slots, budget)
         if rows is not None:
             slots, budget, chunk = slots[:entries], budget[:entries], plan.chunk[:entries]

@@ -17,6 +17,7 @@ from draftproof.ops import Layout, Ops, Rows
 from draftproof.types import MAX_NAMED_IDS, TOKENS, Outcome, PlanColumns, Windows
 
 NO_BUDGET = np.zeros(0, np.int64)
+MAX_LAYOUTS = 256  # kept at once; prompts have steps of many sizes
 
 
 def _padded(size: int) -> int:
@@ -86,6 +87,7 @@ class StepBuffers:
         asynchronous = slots.ops.runtime.asynchronous
         self.hidden = hidden_row.new_zeros((max_rows, hidden_size)) if asynchronous else None
         self.allowed: Tensor | None = None  # [S, K + 1, words]: grammar masks, allocated on first use
+        self._layouts: dict[tuple[int, int], Layout] = {}  # by rows and logits rows
 
     def masks(self) -> Tensor:
         """Return the grammar masks [S, K + 1, ceil(V / 32)] int32, allocating them on the first call."""
@@ -96,7 +98,17 @@ class StepBuffers:
         return self.allowed
 
     def layout(self, rows: int, logits: int, draft_probs: Tensor | None) -> Layout:
-        """Return views of the buffers for a step of this size."""
+        """Return views of the buffers for a step of this size, the same object for most steps."""
+        layout = self._layouts.get((rows, logits))
+        if layout is None or not (
+            layout.windows.draft_probs is draft_probs and layout.windows.allowed is self.allowed
+        ):
+            if len(self._layouts) == MAX_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[rows, logits] = self._make_layout(rows, logits, draft_probs)
+        return layout
+
+    def _make_layout(self, rows: int, logits: int, draft_probs: Tensor | None) -> Layout:
         columns = self._slots.columns
         tokens, positions, slots, kv_index = (line[:rows] for line in self._rows)
         entry_slots, first, num_draft = self._entries

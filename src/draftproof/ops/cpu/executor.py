@@ -68,6 +68,9 @@ class Captured:
         self._inputs: list[Tensor] = []  # [max_rows, ...]: arguments of a call besides the rows
         self._table: Tensor | None = None
         self._program: Program | None = None
+        self._rows: Rows | None = None  # of the last call
+        self._copies: list[tuple[Tensor, Tensor]] = []  # targets and sources of the last call
+        self._results: tuple[Tensor, ...] = ()  # [rows, ...] of the last call
         self._calls = 0
 
     def _record(self, page_table: Tensor) -> Program:
@@ -87,18 +90,29 @@ class Captured:
         count = rows.tokens.shape[0]
         if count > self._max_rows:
             raise ValueError(f"{count} rows, but the pass was captured for {self._max_rows}")
-        table, known = rows.page_table, self._table
-        if known is None or (known.data_ptr(), known.shape) != (table.data_ptr(), table.shape):
-            self._inputs = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in inputs]
-            self._program = self._record(table)
-            self._table = table
+        if rows is not self._rows or inputs:  # most calls repeat the rows of the one before
+            self._bind(rows, inputs)
         self._calls += 1
         if self._calls == RELEASE_CALLS:
             release_start_up_memory()
         if count:
-            parts = (rows.tokens, rows.positions, rows.slots, rows.kv_index, *inputs)
-            for target, part in zip((*self._ints, *self._inputs), parts, strict=True):
-                target[:count].copy_(part)
+            for target, source in self._copies:
+                target.copy_(source)
             program = self._program
+            assert program is not None
             self._run.team.run(program.table, len(program.table), count, program.scratch)
-        return tuple(result[:count] for result in self._program.results)
+        return self._results
+
+    def _bind(self, rows: Rows, inputs: tuple[Tensor, ...]) -> None:
+        """Record the pass if it is not recorded for this page table; select what a call copies and returns."""
+        count, table, known = rows.tokens.shape[0], rows.page_table, self._table
+        if known is None or (known.data_ptr(), known.shape) != (table.data_ptr(), table.shape):
+            self._inputs = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in inputs]
+            self._program = self._record(table)
+            self._table = table
+        sources = (rows.tokens, rows.positions, rows.slots, rows.kv_index, *inputs)
+        targets = (*self._ints, *self._inputs)
+        self._copies = [(to[:count], source) for to, source in zip(targets, sources, strict=True)]
+        assert self._program is not None
+        self._results = tuple(result[:count] for result in self._program.results)
+        self._rows = rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -25,28 +27,19 @@ compiled = native(boundscheck=False)
 class CpuStep(StepOps):
     """Step ops that read and write tensors in place."""
 
+    def __init__(self) -> None:
+        self._layout_arrays = RepeatedArrays(_layout_tensors)
+        self._commit_arrays = RepeatedArrays(_commit_tensors)
+
     def layout(self, plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout) -> None:
-        rows, windows = out.rows, out.windows
-        _layout(
-            *_arrays(plan.slots, plan.chunk, plan.drafts),
-            *_arrays(columns.tokens, columns.length, columns.prompt_len, columns.computed, columns.ended),
-            *_arrays(columns.draft, columns.num_draft, columns.page_table),
-            *_arrays(rows.tokens, rows.positions, rows.slots, rows.kv_index),
-            *_arrays(windows.slots, windows.first, windows.num_draft),
-            *_arrays(windows.slot, windows.depth, windows.position, windows.draft, out.at),
-            page_size,
-        )
+        _layout(*self._layout_arrays.of(plan, columns, out), page_size)
 
     def commit(self, plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
-        c = windows.columns
         accept = windows.draft == choice.token if choice.accept is None else choice.accept
         recovered = choice.token if choice.recovered is None else choice.recovered
         _commit(
-            *_arrays(plan.slots, plan.chunk, windows.slots, windows.first, windows.num_draft, windows.draft),
+            *self._commit_arrays.of(plan, windows),
             *_arrays(choice.token, accept, recovered, bad),
-            *_arrays(
-                c.tokens, c.length, c.computed, c.ended, c.num_draft, c.max_length, c.logprob_kind, c.ends
-            ),
             *_arrays(out.table, out.pick_rows, out.pick_tokens),
         )
 
@@ -60,6 +53,41 @@ class CpuStep(StepOps):
             *_arrays(draft.tokens.contiguous(), draft.count.contiguous(), logprobs, sources),
             columns.ends.shape[1],
         )
+
+
+class RepeatedArrays:
+    """Numpy views of the tensors of some objects, kept until one of the objects is another.
+
+    Most steps repeat the size of the one before, and a step reads about 40 tensors.
+    """
+
+    def __init__(self, tensors: Callable[..., Iterable[Tensor]]) -> None:
+        """`tensors`: return the tensors of the objects."""
+        self._tensors = tensors
+        self._objects: tuple[object, ...] = ()
+        self._arrays: list[Any] = []
+
+    def of(self, *objects: object) -> list[Any]:
+        """Return the views for these objects."""
+        if len(objects) != len(self._objects) or not all(map(is_, objects, self._objects)):
+            self._arrays, self._objects = _arrays(*self._tensors(*objects)), objects
+        return self._arrays
+
+
+def _layout_tensors(plan: PlanColumns, columns: SlotColumns, out: Layout) -> Iterable[Tensor]:
+    rows, windows = out.rows, out.windows
+    yield from (plan.slots, plan.chunk, plan.drafts)
+    yield from (columns.tokens, columns.length, columns.prompt_len, columns.computed, columns.ended)
+    yield from (columns.draft, columns.num_draft, columns.page_table)
+    yield from (rows.tokens, rows.positions, rows.slots, rows.kv_index)
+    yield from (windows.slots, windows.first, windows.num_draft)
+    yield from (windows.slot, windows.depth, windows.position, windows.draft, out.at)
+
+
+def _commit_tensors(plan: PlanColumns, windows: Windows) -> Iterable[Tensor]:
+    c = windows.columns
+    yield from (plan.slots, plan.chunk, windows.slots, windows.first, windows.num_draft, windows.draft)
+    yield from (c.tokens, c.length, c.computed, c.ended, c.num_draft, c.max_length, c.logprob_kind, c.ends)
 
 
 def _arrays(*tensors: Tensor) -> list[Any]:
@@ -108,8 +136,9 @@ def _layout(  # type: ignore[no-untyped-def]
 
 @compiled
 def _commit(  # type: ignore[no-untyped-def]
-    plan_slots, chunk, slots, first, num_draft, draft, token, accept, recovered, bad,
-    tokens, length, computed, ended, slot_drafts, max_length, wants, ends, table, pick_rows, pick_tokens,
+    plan_slots, chunk, slots, first, num_draft, draft,
+    tokens, length, computed, ended, slot_drafts, max_length, wants, ends,
+    token, accept, recovered, bad, table, pick_rows, pick_tokens,
 ):  # fmt: skip
     """Commit the tokens of every window; see `StepOps.commit`."""
     picks = 0
