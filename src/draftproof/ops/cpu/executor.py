@@ -104,7 +104,7 @@ class Captured:
         return self._results
 
     def _bind(self, rows: Rows, inputs: tuple[Tensor, ...]) -> None:
-        """Record the pass if it is not recorded for this page table; select what a call copies and returns."""
+        """Record the pass, if that is not done for this page table; select what a call copies and returns."""
         count, table, known = rows.tokens.shape[0], rows.page_table, self._table
         if known is None or (known.data_ptr(), known.shape) != (table.data_ptr(), table.shape):
             self._inputs = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in inputs]
