@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -99,12 +100,17 @@ def replayed_passes(served: Batch) -> set[bool]:
     """Return whether passes ran inside a captured step, as a set."""
     found = set()
 
-    def recorded(self: Runner, *rows: Any) -> Any:
-        found.add(NarrowRuntime.running)
-        return tapped(self, *rows)
+    def recorded(name: str) -> Callable[..., Any]:
+        function = getattr(Runner, name)
 
-    tapped = Runner.forward_tapped
-    with mock.patch.object(Runner, "forward_tapped", recorded):
+        def run(self: Runner, *rows: Any) -> Any:
+            found.add(NarrowRuntime.running)
+            return function(self, *rows)
+
+        return run
+
+    names = ("forward_tapped", "forward_logits")
+    with mock.patch.multiple(Runner, **{name: recorded(name) for name in names}):
         assert served.differences() == []
     return found
 

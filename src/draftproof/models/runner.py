@@ -15,6 +15,8 @@ from draftproof.models.registry import Model
 from draftproof.ops import Ops, Rows
 from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 
+MAX_LOGITS_ROWS = 16  # of a captured pass with logits, whose memory is reserved
+
 
 class Runner:
     """Compute hidden rows and logits of token rows."""
@@ -46,7 +48,13 @@ class Runner:
         def run(rows: Rows) -> tuple[Tensor, ...]:
             return model.forward(rows, self.caches, taps)
 
-        self._forward = ops.runtime.capture(run, max_rows) if captures else run
+        def run_with_logits(rows: Rows) -> tuple[Tensor, ...]:
+            hidden, *tapped = run(rows)
+            return model.logits(hidden), hidden, *tapped
+
+        capture = ops.runtime.capture
+        self._forward = capture(run, max_rows) if captures else run
+        self._forward_logits = capture(run_with_logits, MAX_LOGITS_ROWS) if captures else None
 
     def rows(self, tokens: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Rows:
         """Return rows with the KV index of each computed from the page table."""
@@ -65,6 +73,16 @@ class Runner:
     def forward_tapped(self, rows: Rows) -> tuple[Tensor, ...]:
         """Return the hidden rows, then the residual rows of each tap, [rows, hidden] each."""
         return self._forward(rows)
+
+    def forward_logits(self, rows: Rows) -> tuple[Tensor, ...]:
+        """Return fp32 logits [rows, vocab] of all rows, then what `forward_tapped` returns.
+
+        Few rows are one captured pass: host time limits steps of few rows.
+        """
+        if self._forward_logits is not None and rows.tokens.shape[0] <= MAX_LOGITS_ROWS:
+            return self._forward_logits(rows)
+        found = self.forward_tapped(rows)
+        return self.logits(found[0]), *found
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits [rows, vocab] of hidden rows [rows, hidden]."""

@@ -265,8 +265,10 @@ class DeviceStep:
         return self.buffers.layout(rows, logits, self.drafting.probs)
 
     def _decode_step(self, size: int, features: StepFeatures) -> StepTensors:
-        windows = self._lay_out(size, size).windows  # every row of a decoding entry has logits
-        return self._sample_and_commit(self._forward(size), windows, features, NO_REQUESTS)
+        layout = self._lay_out(size, size)  # every row of a decoding entry has logits
+        logits, hidden, *tapped = self.runner.forward_logits(layout.rows)
+        self.drafting.store_features(hidden, *tapped)
+        return self._sample_and_commit(logits, layout.windows, features, NO_REQUESTS)
 
     def num_output_rows(self, rows: int) -> int:
         """Return how many rows the last layer of a pass with prompts keeps; 0: all.
@@ -296,8 +298,8 @@ class DeviceStep:
         self, size: int, features: StepFeatures, host_processed: Mapping[int, Request]
     ) -> StepTensors:
         """Sample and commit from the hidden rows in `buffers.picked`."""
-        windows = self._layout(0, size).windows
-        return self._sample_and_commit(self.buffers.picked[:size], windows, features, host_processed)
+        logits, windows = self.runner.logits(self.buffers.picked[:size]), self._layout(0, size).windows
+        return self._sample_and_commit(logits, windows, features, host_processed)
 
     def _advance_prompts(self, features: StepFeatures) -> StepTensors:
         """Commit a step in which no entry has reached the end of its prompt."""
@@ -310,10 +312,9 @@ class DeviceStep:
         )
 
     def _sample_and_commit(
-        self, hidden: Tensor, windows: Windows, features: StepFeatures, host_processed: Mapping[int, Request]
+        self, logits: Tensor, windows: Windows, features: StepFeatures, host_processed: Mapping[int, Request]
     ) -> StepTensors:
-        """Run every stage behind the forward pass. hidden [L, hidden] of the windows' rows."""
-        logits = self.runner.logits(hidden)
+        """Run every stage behind the logits [L, V] of the windows' rows."""
         sampled = self.sampler(logits, windows, features, host_processed)
         outcome, packed = self.buffers.outcome(self.plan.slots.shape[0], logits.shape[0])
         self.ops.step.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)

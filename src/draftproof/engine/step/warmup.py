@@ -119,7 +119,7 @@ class WarmUp:
         # Tokens that differ: rows of one token would select the same few experts.
         torch.remainder(lines[1] * TOKEN_STRIDE, runner.model.config.vocab_size, out=lines[0])
         rows = Rows(lines[0], lines[1], lines[2], lines[3], slots.columns.page_table)
-        runner.logits(runner.forward(rows))
+        runner.forward_logits(rows)
 
 
 def _with_logprobs(function: Callable[[], object]) -> Callable[[], object]:

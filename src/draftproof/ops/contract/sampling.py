@@ -101,7 +101,8 @@ class SamplingOps(ABC):
         Greedy rows take argmax; others take gumbel_argmax of logits / temperature (of the logits as they are
         if `scaled`) with the slot's seed and the row's position, STREAM_SAMPLE. The code is
         FinishStatus.NO_ALLOWED_TOKEN where all logits are -inf, FinishStatus.NOT_FINITE where one is NaN or
-        +inf, else 0. The token is 0 where the code is not 0; padding has 0 for both.
+        +inf, else 0. The token is 0 where the code is not 0; padding has 0 for both. Both are valid until the
+        next call.
         """
 
     @abstractmethod

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,13 +50,23 @@ class Executor:
             for each in several:
                 self.recorder.call(each, outputs, inputs, constants, scratch)
             return
-        if rows == 0:
-            return
-        words = [as_word(value) for value in (*outputs, *inputs, *constants)]
-        table, line = bytearray(8 * WIDTH * len(several)), struct.Struct(f"={len(words) + 1}q")
-        for i, each in enumerate(several):
+        if rows:
+            self._prepare(several, rows, [*outputs, *inputs, *constants], scratch, small)()
+
+    def prepare(
+        self, kernel: Kernel, rows: int, arguments: Sequence[Argument], small: bool = False
+    ) -> Callable[[], None]:
+        """Return a call of a kernel, to be repeated while its tensors stay where they are."""
+        return self._prepare([kernel], rows, arguments, 0, small)
+
+    def _prepare(
+        self, kernels: Sequence[Kernel], rows: int, arguments: Sequence[Argument], scratch: int, small: bool
+    ) -> Callable[[], None]:
+        words = [as_word(value) for value in arguments]
+        table, line = bytearray(8 * WIDTH * len(kernels)), struct.Struct(f"={len(words) + 1}q")
+        for i, each in enumerate(kernels):
             line.pack_into(table, 8 * WIDTH * i, each.address, *words)
-        self.team.run(table, len(several), rows, scratch, alone=small)
+        return partial(self.team.run, table, len(kernels), rows, scratch, small)
 
 
 class Captured:

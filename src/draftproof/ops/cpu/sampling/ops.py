@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,11 +25,22 @@ assert int(LogitAdjust.MASK) == MASK
 compiled = native(boundscheck=False)
 
 
+class _Choice(NamedTuple):
+    """Call of `likeliest`, prepared for logits at an address: host time limits steps of few rows."""
+
+    windows: Windows
+    inputs: tuple[Tensor, Tensor]  # logits and slots that the call reads
+    tokens: Tensor  # [L] int64
+    states: Tensor  # [L] int64
+    run: Callable[[], None]
+
+
 class CpuSampling(ComposedSampling):
     """Sampling ops with native primitives."""
 
     def __init__(self, run: Executor) -> None:
         self._run = run
+        self._choice: _Choice | None = None  # of the last step
         run.later.add(kernels.likeliest)
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -135,22 +149,28 @@ class CpuSampling(ComposedSampling):
         _mask(*(x.numpy() for x in (windows.slot, windows.depth, columns.adjust, windows.allowed, base)))
 
     def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
-        logits, rows, vocab = check_logits(logits)
-        columns, slot = windows.columns, windows.slot
-        tokens, states = torch.empty(2, rows, dtype=torch.int64).unbind()
-        inputs = [logits, check_ints("slot", slot, rows)]
-        constants = [columns.temperature, vocab]
-        self._run.call(kernels.likeliest, rows, [tokens, states], inputs, constants, small=rows == 1)
-        state = np.bitwise_or.reduce(states.numpy())
-        if state & kernels.NOT_FINITE:
+        choice, address = self._choice, logits.data_ptr()
+        if choice is None or choice.windows is not windows or choice.inputs[0].data_ptr() != address:
+            choice = self._choice = self._prepare_choice(logits, windows)
+        choice.run()
+        states = choice.states.tolist()
+        if not any(states):
+            return choice.tokens, choice.states
+        if kernels.NOT_FINITE in states:
             return super().sample(logits, windows, scaled)
-        if state & kernels.SAMPLED:
-            temperature = columns.temperature[slot.clamp(min=0)]
-            divided = logits if scaled else logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-            keys = columns.seed[slot.clamp(min=0)], windows.position
-            noisy = self.gumbel_argmax(divided, *keys, STREAM_SAMPLE)
-            tokens = torch.where(states > 0, noisy, tokens)
-        return tokens, torch.zeros_like(tokens)
+        columns, slot = windows.columns, windows.slot.clamp(min=0)
+        temperature = columns.temperature[slot]
+        divided = logits if scaled else logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        noisy = self.gumbel_argmax(divided, columns.seed[slot], windows.position, STREAM_SAMPLE)
+        return torch.where(choice.states > 0, noisy, choice.tokens), torch.zeros_like(noisy)
+
+    def _prepare_choice(self, logits: Tensor, windows: Windows) -> _Choice:
+        logits, rows, vocab = check_logits(logits)
+        tokens, states = torch.empty(2, rows, dtype=torch.int64).unbind()
+        inputs = logits, check_ints("slot", windows.slot, rows)
+        arguments = [tokens, states, *inputs, windows.columns.temperature, vocab]
+        run = self._run.prepare(kernels.likeliest, rows, arguments, small=rows == 1)
+        return _Choice(windows, inputs, tokens, states, run)
 
 
 @compiled
