@@ -106,8 +106,11 @@ class DraftModelProposer(ModelProposer):
         rounds = self.start_rounds(batch, last)
         hidden, self.num_rounds_run = runner.forward(rows), 0
         for j in range(count):
-            hidden = runner.forward(rounds.rows(j)) if j else hidden[last.clamp(min=0)]
-            rounds.sample(j, runner.logits(hidden))
+            if j:
+                logits = runner.forward_logits(rounds.rows(j))[0]
+            else:
+                logits = runner.logits(hidden[last.clamp(min=0)])
+            rounds.sample(j, logits)
             self.num_rounds_run = j + 1
             if not rounds.should_continue(j):
                 break
