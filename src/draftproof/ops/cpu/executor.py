@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from draftproof.ops.cpu.jit.compile import Kernel
 from draftproof.ops.cpu.jit.program import Argument, Program, Recorder, as_word
 from draftproof.ops.cpu.jit.resident_memory import release_start_up_memory
 from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team, aligned_bytes
+from draftproof.ops.cpu.repeated import Repeated
 from draftproof.types import Rows
 
 RELEASE_CALLS = 4  # calls of a pass after which kernels outside it, as for sampling, are compiled too
@@ -69,6 +71,14 @@ class Executor:
         return partial(self.team.run, table, len(kernels), rows, scratch, small)
 
 
+class Bound(NamedTuple):
+    """Program of a pass with views for rows that calls repeat."""
+
+    program: Program
+    copies: list[tuple[Tensor, Tensor]]  # targets and sources
+    results: tuple[Tensor, ...]  # [rows, ...] each
+
+
 class Captured:
     """Forward pass that is recorded at its first call and replayed from then on."""
 
@@ -77,11 +87,9 @@ class Captured:
         ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
         self._ints = ints.view(4, max_rows).unbind()  # tokens, positions, slots, kv_index
         self._inputs: list[Tensor] = []  # [max_rows, ...]: arguments of a call besides the rows
-        self._table: Tensor | None = None
+        self._table: Tensor = self._ints[0]  # page table of the recorded pass
         self._program: Program | None = None
-        self._rows: Rows | None = None  # of the last call
-        self._copies: list[tuple[Tensor, Tensor]] = []  # targets and sources of the last call
-        self._results: tuple[Tensor, ...] = ()  # [rows, ...] of the last call
+        self._bound = Repeated(self._bind)
         self._calls = 0
 
     def _record(self, page_table: Tensor) -> Program:
@@ -101,29 +109,27 @@ class Captured:
         count = rows.tokens.shape[0]
         if count > self._max_rows:
             raise ValueError(f"{count} rows, but the pass was captured for {self._max_rows}")
-        if rows is not self._rows or inputs:  # most calls repeat the rows of the one before
-            self._bind(rows, inputs)
+        if inputs and not self._inputs:
+            self._inputs = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in inputs]
+        bound = self._bound.of(rows)
         self._calls += 1
         if self._calls == RELEASE_CALLS:
             release_start_up_memory()
         if count:
-            for target, source in self._copies:
+            for target, source in bound.copies:
                 target.copy_(source)
-            program = self._program
-            assert program is not None
+            for target, part in zip(self._inputs, inputs, strict=True):
+                target[:count].copy_(part)
+            program = bound.program
             self._run.team.run(program.table, len(program.table), count, program.scratch)
-        return self._results
+        return bound.results
 
-    def _bind(self, rows: Rows, inputs: tuple[Tensor, ...]) -> None:
-        """Record the pass, if that is not done for this page table; select what a call copies and returns."""
-        count, table, known = rows.tokens.shape[0], rows.page_table, self._table
-        if known is None or (known.data_ptr(), known.shape) != (table.data_ptr(), table.shape):
-            self._inputs = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in inputs]
-            self._program = self._record(table)
-            self._table = table
-        sources = (rows.tokens, rows.positions, rows.slots, rows.kv_index, *inputs)
-        targets = (*self._ints, *self._inputs)
-        self._copies = [(to[:count], source) for to, source in zip(targets, sources, strict=True)]
-        assert self._program is not None
-        self._results = tuple(result[:count] for result in self._program.results)
-        self._rows = rows
+    def _bind(self, rows: Rows) -> Bound:
+        """Return what calls with these rows use; the pass is recorded if it is not for their page table."""
+        count, table, known = len(rows.tokens), rows.page_table, self._table
+        if self._program is None or (known.data_ptr(), known.shape) != (table.data_ptr(), table.shape):
+            self._program, self._table = self._record(table), table
+            self._bound = Repeated(self._bind)  # without results of the last program
+        sources = (rows.tokens, rows.positions, rows.slots, rows.kv_index)
+        copies = [(to[:count], source) for to, source in zip(self._ints, sources, strict=True)]
+        return Bound(self._program, copies, tuple(result[:count] for result in self._program.results))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from draftproof import types
 from draftproof.numba_jit import native
 from draftproof.ops.contract.step import StepOps
 from draftproof.ops.contract.types import Layout
+from draftproof.ops.cpu.repeated import Repeated
 from draftproof.types import Choice, Draft, FinishStatus, Outcome, PlanColumns, SlotColumns, Windows
 
 # numba caches compiled loops by this file alone, so constants of `types` are repeated here
@@ -28,8 +27,8 @@ class CpuStep(StepOps):
     """Step ops that read and write tensors in place."""
 
     def __init__(self) -> None:
-        self._layout_arrays = RepeatedArrays(_layout_tensors)
-        self._commit_arrays = RepeatedArrays(_commit_tensors)
+        self._layout_arrays = Repeated(_layout_arrays)
+        self._commit_arrays = Repeated(_commit_arrays)
 
     def layout(self, plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout) -> None:
         _layout(*self._layout_arrays.of(plan, columns, out), page_size)
@@ -55,39 +54,24 @@ class CpuStep(StepOps):
         )
 
 
-class RepeatedArrays:
-    """Numpy views of the tensors of some objects, kept until one of the objects is another.
-
-    Most steps repeat the size of the one before, and a step reads about 40 tensors.
-    """
-
-    def __init__(self, tensors: Callable[..., Iterable[Tensor]]) -> None:
-        """`tensors`: return the tensors of the objects."""
-        self._tensors = tensors
-        self._objects: tuple[object, ...] = ()
-        self._arrays: list[Any] = []
-
-    def of(self, *objects: object) -> list[Any]:
-        """Return the views for these objects."""
-        if len(objects) != len(self._objects) or not all(map(is_, objects, self._objects)):
-            self._arrays, self._objects = _arrays(*self._tensors(*objects)), objects
-        return self._arrays
-
-
-def _layout_tensors(plan: PlanColumns, columns: SlotColumns, out: Layout) -> Iterable[Tensor]:
+def _layout_arrays(plan: PlanColumns, columns: SlotColumns, out: Layout) -> list[Any]:
     rows, windows = out.rows, out.windows
-    yield from (plan.slots, plan.chunk, plan.drafts)
-    yield from (columns.tokens, columns.length, columns.prompt_len, columns.computed, columns.ended)
-    yield from (columns.draft, columns.num_draft, columns.page_table)
-    yield from (rows.tokens, rows.positions, rows.slots, rows.kv_index)
-    yield from (windows.slots, windows.first, windows.num_draft)
-    yield from (windows.slot, windows.depth, windows.position, windows.draft, out.at)
+    return [
+        *_arrays(plan.slots, plan.chunk, plan.drafts),
+        *_arrays(columns.tokens, columns.length, columns.prompt_len, columns.computed, columns.ended),
+        *_arrays(columns.draft, columns.num_draft, columns.page_table),
+        *_arrays(rows.tokens, rows.positions, rows.slots, rows.kv_index),
+        *_arrays(windows.slots, windows.first, windows.num_draft),
+        *_arrays(windows.slot, windows.depth, windows.position, windows.draft, out.at),
+    ]
 
 
-def _commit_tensors(plan: PlanColumns, windows: Windows) -> Iterable[Tensor]:
+def _commit_arrays(plan: PlanColumns, windows: Windows) -> list[Any]:
     c = windows.columns
-    yield from (plan.slots, plan.chunk, windows.slots, windows.first, windows.num_draft, windows.draft)
-    yield from (c.tokens, c.length, c.computed, c.ended, c.num_draft, c.max_length, c.logprob_kind, c.ends)
+    return [
+        *_arrays(plan.slots, plan.chunk, windows.slots, windows.first, windows.num_draft, windows.draft),
+        *_arrays(c.tokens, c.length, c.computed, c.ended, c.num_draft, c.max_length, c.logprob_kind, c.ends),
+    ]
 
 
 def _arrays(*tensors: Tensor) -> list[Any]:

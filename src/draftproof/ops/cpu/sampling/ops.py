@@ -23,13 +23,15 @@ from draftproof.types import LogitAdjust, Windows
 MASK = 16
 assert int(LogitAdjust.MASK) == MASK
 compiled = native(boundscheck=False)
+MAX_CHOICES = 64  # prepared calls that are kept
 
 
 class _Choice(NamedTuple):
     """Call of `likeliest`, prepared for logits at an address: host time limits steps of few rows."""
 
     windows: Windows
-    inputs: tuple[Tensor, Tensor]  # logits and slots that the call reads
+    slot: Tensor  # [L] int64, as the call reads it
+    address: int  # of the logits
     tokens: Tensor  # [L] int64
     states: Tensor  # [L] int64
     run: Callable[[], None]
@@ -40,7 +42,7 @@ class CpuSampling(ComposedSampling):
 
     def __init__(self, run: Executor) -> None:
         self._run = run
-        self._choice: _Choice | None = None  # of the last step
+        self._choices: dict[int, _Choice] = {}  # by the identity of their windows, which they hold
         run.later.add(kernels.likeliest)
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -149,9 +151,12 @@ class CpuSampling(ComposedSampling):
         _mask(*(x.numpy() for x in (windows.slot, windows.depth, columns.adjust, windows.allowed, base)))
 
     def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
-        choice, address = self._choice, logits.data_ptr()
-        if choice is None or choice.windows is not windows or choice.inputs[0].data_ptr() != address:
-            choice = self._choice = self._prepare_choice(logits, windows)
+        logits = logits.contiguous()
+        choice = self._choices.get(id(windows))
+        if choice is None or choice.address != logits.data_ptr():
+            if len(self._choices) >= MAX_CHOICES:
+                self._choices.clear()
+            choice = self._choices[id(windows)] = self._prepare_choice(logits, windows)
         choice.run()
         states = choice.states.tolist()
         if not any(states):
@@ -167,10 +172,10 @@ class CpuSampling(ComposedSampling):
     def _prepare_choice(self, logits: Tensor, windows: Windows) -> _Choice:
         logits, rows, vocab = check_logits(logits)
         tokens, states = torch.empty(2, rows, dtype=torch.int64).unbind()
-        inputs = logits, check_ints("slot", windows.slot, rows)
-        arguments = [tokens, states, *inputs, windows.columns.temperature, vocab]
+        slot = check_ints("slot", windows.slot, rows)
+        arguments = [tokens, states, logits, slot, windows.columns.temperature, vocab]
         run = self._run.prepare(kernels.likeliest, rows, arguments, small=rows == 1)
-        return _Choice(windows, inputs, tokens, states, run)
+        return _Choice(windows, slot, logits.data_ptr(), tokens, states, run)
 
 
 @compiled

@@ -1,0 +1,27 @@
+"""Results that depend on objects which come again in later steps, kept by the identity of the objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+MAX_ENTRIES = 64  # steps of so many sizes; with more, all are made again
+
+
+class Repeated(Generic[T]):
+    """Function whose results are kept: what host code computes about a step depends on its size alone."""
+
+    def __init__(self, make: Callable[..., T]) -> None:
+        self._make = make
+        self._kept: dict[tuple[int, ...], tuple[tuple[Any, ...], T]] = {}  # objects that live keep their ids
+
+    def of(self, *objects: Any) -> T:
+        """Return the result for these objects."""
+        key = tuple(map(id, objects))
+        entry = self._kept.get(key)
+        if entry is None:
+            if len(self._kept) == MAX_ENTRIES:
+                self._kept.clear()
+            entry = self._kept[key] = objects, self._make(*objects)
+        return entry[1]
