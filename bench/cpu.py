@@ -85,29 +85,22 @@ class Ours:
 
     def parts(self, ids: list[int], tokens: int) -> dict[str, float]:
         """Return the milliseconds of a plain decode step by part."""
-        runner, methods = self.llm.engine.runner, {"forward": "forward_tapped", "logits": "logits"}
-        spent = dict.fromkeys(methods, 0.0)
-        kept = {name: getattr(runner, method) for name, method in methods.items()}
+        runner, spent = self.llm.engine.runner, [0.0]
+        forward_logits = runner.forward_logits
 
-        def timed(name: str) -> Any:
-            def call(*args: Any) -> Any:
-                begin = time.perf_counter()
-                result = kept[name](*args)
-                spent[name] += time.perf_counter() - begin
-                return result
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = forward_logits(*args)
+            spent[0] += time.perf_counter() - begin
+            return result
 
-            return call
-
-        for name, method in methods.items():
-            setattr(runner, method, timed(name))
+        runner.forward_logits = timed  # type: ignore[method-assign]
         rate = self.rate([ids], tokens, speculative=False)
-        for method in methods.values():
-            delattr(runner, method)
-        if not all(spent.values()):
-            raise RuntimeError(f"a step no longer calls one of {list(methods.values())}: {spent}")
-        step = 1000 / rate
-        out = {name: 1000 * seconds / tokens for name, seconds in spent.items()}
-        return {"step": step, **out, "rest": step - sum(out.values())}
+        del runner.forward_logits
+        if not spent[0]:
+            raise RuntimeError("a decode step no longer calls `forward_logits`")
+        step, model = 1000 / rate, 1000 * spent[0] / tokens
+        return {"step": step, "model": model, "rest": step - model}
 
 
 class Transformers:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftproof.engine.drafting.device_proposer import MAX_FEW_ENTRIES, DraftRunner
-from draftproof.engine.sizing import sample_row_counts
+from draftproof.engine.sizing import MANY_ROWS, sample_row_counts
 from draftproof.engine.step.device_step import DeviceStep, StepTensors
 from draftproof.engine.step.graph_cache import GraphTask
 from draftproof.ops import Rows
 from draftproof.types import DraftSpec, FinishStatus, PlanColumns, StepFeatures
 
 Progress = Callable[[str, int, int], None]  # what, how much is done, of how much
-TIMING_ROUNDS = 3  # timings of each size where steps are not captured; the fastest counts
+TIMING_ROUNDS = 3  # timings of a size up to MANY_ROWS where steps are not captured; the fastest counts
 CACHE_FLUSH_BYTES = 128 << 20  # more than the cache of any chip
 TOKEN_STRIDE = 7919  # between the tokens of timed rows; a prime
 PROMPT_ROWS = 64, 256  # rows of prompts beside full windows with captured drafts: few entries, more
@@ -43,12 +43,13 @@ class WarmUp:
         step, ops = self._step, self._ops
         if not ops.runtime.asynchronous:
             sizes = sample_row_counts(max_rows)
+            seconds = dict.fromkeys(sizes, math.inf)
             # All sizes in turn, several times: a busy moment of the machine then affects one timing only.
-            rounds = [
-                [ops.runtime.seconds(partial(self.run_forward, n), times=1) for n in sizes]
-                for _ in range(TIMING_ROUNDS)
-            ]
-            return dict(zip(sizes, np.min(rounds, axis=0).tolist(), strict=True))
+            for number in range(TIMING_ROUNDS):
+                for n in sizes if number == 0 else [n for n in sizes if n <= MANY_ROWS]:
+                    measured = ops.runtime.seconds(partial(self.run_forward, n), times=1)
+                    seconds[n] = min(seconds[n], measured)
+            return seconds
         sizes = sorted({ops.runtime.bucket(n) for n in range(1, step.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= ops.runtime.bucket(max_rows)]
         tasks: list[GraphTask[Any]] = [
