@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from draftproof.engine.engine import Engine
 from draftproof.engine.step import logprob_pass
-from draftproof.engine.step.step_results import add_named
+from draftproof.engine.step.step_results import StepResults, add_named
 from draftproof.errors import RequestError
+from draftproof.ops import Rows
 from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
 from opcheck import bits, importable
@@ -330,15 +332,27 @@ def test_raw_and_processed_are_computed_for_their_own_rows(
 def test_logits_of_the_model_are_never_changed(
     spec: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, kept = engine(speculative=spec), []
-    original = target.runner.logits
+    target, kept, changed = engine(speculative=spec), [], []
+    logits_of, forward_logits, step = target.runner.logits, target.runner.forward_logits, target.loop.step
 
     def watched(hidden: Tensor) -> Tensor:
-        logits = original(hidden)
+        logits = logits_of(hidden)
         kept.append((logits, bits(logits)))
         return logits
 
+    def watched_forward(rows: Rows) -> tuple[Tensor, ...]:
+        logits, *found = forward_logits(rows)
+        kept.append((logits, bits(logits)))
+        return logits, *found
+
+    def watched_step() -> StepResults:
+        results = step()
+        changed.extend(bits(logits) != before for logits, before in kept[-1:])  # valid until the next step
+        return results
+
     monkeypatch.setattr(target.runner, "logits", watched)
+    monkeypatch.setattr(target.runner, "forward_logits", watched_forward)
+    monkeypatch.setattr(target.loop, "step", watched_step)
     params = SamplingParams(
         max_tokens=20,
         min_p=0.01,
@@ -351,5 +365,9 @@ def test_logits_of_the_model_are_never_changed(
         logprobs_mode="processed",
         **PENALISED,
     )
-    run(target, [request(i, params) for i in range(2)])
-    assert len(kept) > 5 and all(bits(logits) == before for logits, before in kept)
+    captured = replace(params, logits_processors=None)
+    for each in (params, captured):  # with processors, logits are not a part of the captured pass
+        kept.clear()
+        run(target, [request(i, each) for i in range(2)])
+        assert len(kept) > 5
+    assert len(changed) > 5 and not any(changed)

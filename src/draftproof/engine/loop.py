@@ -135,7 +135,7 @@ class Loop:
         waits = self.hooks.drafts_on_host or not self.overlap or self._needs_sync()
         try:
             counted = waits and self.hooks.drafts_on_device
-            if counted and host.num_draft.any():  # upper bounds
+            if counted and scheduler.may_have_drafts:
                 self._count_drafts()
             planned = scheduler.plan(idle=not self.pending, counted=counted)
         except DEVICE_ERRORS as error:  # reading failed before the step began

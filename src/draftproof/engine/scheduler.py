@@ -93,11 +93,16 @@ class Scheduler(RequestQueue):
         self._fast_path.after(planned if is_scheduled.all() and not planned.has_prompts else None)
         return planned
 
+    @property
+    def may_have_drafts(self) -> bool:
+        """Return whether a running request may have drafts, by the upper bounds of their numbers."""
+        return bool(self.mirror.num_draft[self._lines].any())
+
     def _selects_drafts(self) -> bool:
         """Return whether drafts exist from which the plan chooses."""
         if not self.drafts_before_plan:
             return False
-        if self.mirror.num_draft[self._lines].any():
+        if self.may_have_drafts:
             return True
         self.policy.pass_step()
         return False

@@ -15,7 +15,6 @@ from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 
 DEFAULT_MAX_LEN = 8192  # longer contexts need max_model_len
 DEFAULT_KV_BYTES = 2 << 30  # if the free memory is not known
-MANY_ROWS = 64  # rows above which few step sizes are timed at start-up, and those once
 LOGITS_COPIES = 4  # of a step's logits that may live at once: raw, processed, and two temporaries
 
 
@@ -123,6 +122,6 @@ def _check_machine_memory(kv_bytes: int) -> None:
 
 
 def sample_row_counts(max_rows: int) -> list[int]:
-    """Return row counts to time: powers of two and the middle between two of them, few of many rows."""
-    sizes = [n for power in range(7) for n in (1 << power, 3 << power) if n <= MANY_ROWS] + [256, 1024]
+    """Return row counts to time: powers of two, the middle between two of them, and `max_rows`."""
+    sizes = [n for power in range(12) for n in (1 << power, 3 << power)]
     return [n for n in sorted(sizes) if n < max_rows] + [max_rows]

@@ -89,7 +89,7 @@ class Model(Protocol):
         """Return the hidden rows after the last norm, then the residual after each layer of `taps`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits [rows, vocab] of hidden rows [rows, hidden]."""
+        """Return fp32 logits [rows, vocab] of hidden rows [rows, hidden], by the ops of the backend alone."""
 
 
 def model_class(architecture: str) -> type[Model]:

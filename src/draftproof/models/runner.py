@@ -15,7 +15,7 @@ from draftproof.models.registry import Model
 from draftproof.ops import Ops, Rows
 from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 
-MAX_LOGITS_ROWS = 16  # of a captured pass with logits, whose memory is reserved
+MAX_LOGITS_ROWS = 16  # rows for which a captured pass with logits allocates memory
 
 
 class Runner:
@@ -77,7 +77,7 @@ class Runner:
     def forward_logits(self, rows: Rows) -> tuple[Tensor, ...]:
         """Return fp32 logits [rows, vocab] of all rows, then what `forward_tapped` returns.
 
-        Few rows are one captured pass: host time limits steps of few rows.
+        Few rows are one captured pass: host time limits steps of few rows. All is valid until the next call.
         """
         if self._forward_logits is not None and rows.tokens.shape[0] <= MAX_LOGITS_ROWS:
             return self._forward_logits(rows)

@@ -54,6 +54,7 @@ class DraftRunner:
         self._queued_rounds = 0  # behind the last step, where it is not waited for
         self._seconds = 0.0  # of the last drafts, where they are waited for
         self._probs: Tensor | None = None  # [S + 1, K, V]; padding writes to the last line
+        self._slot_probs: Tensor | None = None  # [S, K, V] of it
         self._ranking: DraftRanking | None = None  # [S + 1, K]; padding writes to the last line
         self.match_lengths = np.zeros(len(slots.requests) + 1, np.int64)  # padding writes to the last one
         count = 0
@@ -98,7 +99,7 @@ class DraftRunner:
     @property
     def probs(self) -> Tensor | None:
         """Return the distributions [S, K, V] of drafts; None until a strategy needs them."""
-        return None if self._probs is None else self._probs[:-1]
+        return self._slot_probs
 
     def needs_probs(self, features: StepFeatures, strategies: Sequence[Strategy]) -> bool:
         """Return whether a step reads draft distributions; they are allocated when first needed."""
@@ -106,6 +107,7 @@ class DraftRunner:
         if needed and self._probs is None:
             shape = (len(self.slots.requests) + 1, self.k, self.slots.vocab)
             self._probs = torch.zeros(shape, device=self.slots.device)
+            self._slot_probs = self._probs[:-1]
         return needed
 
     def store(self, slots: Tensor, budget: Tensor, draft: Draft) -> None:
@@ -218,7 +220,7 @@ class DraftRunner:
             return
         columns = self.slots.columns
         slots, budget = plan.slots, plan.budget
-        if rows is None and not self.slots.ops.runtime.asynchronous and not budget.numpy().any():
+        if rows is None and not self.slots.ops.runtime.asynchronous and not budget.any():
             return  # none is wanted; the commit has removed the last ones
         batch = DeviceBatch(columns, slots, budget)
         if rows is not None:

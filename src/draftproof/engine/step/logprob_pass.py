@@ -71,7 +71,7 @@ def _draft_rows(windows: Windows, kind: LogprobKind) -> tuple[Tensor, Tensor]:
 
 
 def do_nothing() -> None:
-    """End what was not started."""
+    """Do nothing: no separate pass was started."""
 
 
 class SeparateLogprobs:
@@ -82,7 +82,7 @@ class SeparateLogprobs:
         self._tensors: StepTensors | None = None  # of the last step
 
     def is_missing(self, step: GraphKey) -> bool:
-        """Return whether the logprob pass of a step is to be captured yet."""
+        """Return whether the logprob pass of a step still has to be captured."""
         return self._is_apart(step) and _logprob_key(step) not in self._graphs.captured
 
     def capture(self, step: GraphKey, tensors: StepTensors) -> None:

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.drafting.device_proposer import MAX_FEW_ENTRIES, DraftRunner
-from draftproof.engine.sizing import MANY_ROWS, sample_row_counts
+from draftproof.engine.sizing import sample_row_counts
 from draftproof.engine.step.device_step import DeviceStep, StepTensors
 from draftproof.engine.step.graph_cache import GraphTask
 from draftproof.ops import Rows
 from draftproof.types import DraftSpec, FinishStatus, PlanColumns, StepFeatures
 
 Progress = Callable[[str, int, int], None]  # what, how much is done, of how much
-TIMING_ROUNDS = 3  # timings of a size up to MANY_ROWS where steps are not captured; the fastest counts
+TIMING_ROUNDS = 3  # timings of a size where steps are not captured; the fastest counts
+MAX_TIMED_ROWS = 64  # rows up to which sizes are timed so; of more rows only the largest step is, once
 CACHE_FLUSH_BYTES = 128 << 20  # more than the cache of any chip
 TOKEN_STRIDE = 7919  # between the tokens of timed rows; a prime
 PROMPT_ROWS = 64, 256  # rows of prompts beside full windows with captured drafts: few entries, more
@@ -42,13 +43,13 @@ class WarmUp:
         """Capture decode steps up to `max_rows` rows and all prompt steps; return the seconds by rows."""
         step, ops = self._step, self._ops
         if not ops.runtime.asynchronous:
-            sizes = sample_row_counts(max_rows)
-            seconds = dict.fromkeys(sizes, math.inf)
+            small = [n for n in sample_row_counts(max_rows) if n <= MAX_TIMED_ROWS]
+            seconds = dict.fromkeys(small, math.inf)
             # All sizes in turn, several times: a busy moment of the machine then affects one timing only.
-            for number in range(TIMING_ROUNDS):
-                for n in sizes if number == 0 else [n for n in sizes if n <= MANY_ROWS]:
-                    measured = ops.runtime.seconds(partial(self.run_forward, n), times=1)
-                    seconds[n] = min(seconds[n], measured)
+            for n in small * TIMING_ROUNDS:
+                seconds[n] = min(seconds[n], ops.runtime.seconds(partial(self.run_forward, n), times=1))
+            if max_rows > MAX_TIMED_ROWS:
+                seconds[max_rows] = ops.runtime.seconds(partial(self.run_forward, max_rows), times=1)
             return seconds
         sizes = sorted({ops.runtime.bucket(n) for n in range(1, step.max_rows + 1)}, reverse=True)
         decoding = [n for n in sizes if n <= ops.runtime.bucket(max_rows)]

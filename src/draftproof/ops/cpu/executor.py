@@ -15,7 +15,6 @@ from draftproof.ops.cpu.jit.compile import Kernel
 from draftproof.ops.cpu.jit.program import Argument, Program, Recorder, as_word
 from draftproof.ops.cpu.jit.resident_memory import release_start_up_memory
 from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team, aligned_bytes
-from draftproof.ops.cpu.repeated import Repeated
 from draftproof.types import Rows
 
 RELEASE_CALLS = 4  # calls of a pass after which kernels outside it, as for sampling, are compiled too
@@ -71,11 +70,10 @@ class Executor:
         return partial(self.team.run, table, len(kernels), rows, scratch, small)
 
 
-class Bound(NamedTuple):
-    """Program of a pass with views for rows that calls repeat."""
+class PassViews(NamedTuple):
+    """Views of a captured pass for a number of rows."""
 
-    program: Program
-    copies: list[tuple[Tensor, Tensor]]  # targets and sources
+    targets: list[Tensor]  # where a call copies its rows and inputs
     results: tuple[Tensor, ...]  # [rows, ...] each
 
 
@@ -87,9 +85,9 @@ class Captured:
         ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
         self._ints = ints.view(4, max_rows).unbind()  # tokens, positions, slots, kv_index
         self._inputs: list[Tensor] = []  # [max_rows, ...]: arguments of a call besides the rows
-        self._table: Tensor = self._ints[0]  # page table of the recorded pass
+        self._table: Tensor | None = None  # page table of the recorded pass
         self._program: Program | None = None
-        self._bound = Repeated(self._bind)
+        self._views: dict[int, PassViews] = {}  # by the number of rows
         self._calls = 0
 
     def _record(self, page_table: Tensor) -> Program:
@@ -109,27 +107,27 @@ class Captured:
         count = rows.tokens.shape[0]
         if count > self._max_rows:
             raise ValueError(f"{count} rows, but the pass was captured for {self._max_rows}")
-        if inputs and not self._inputs:
+        table, known = rows.page_table, self._table
+        if known is None or (known.data_ptr(), known.shape) != (table.data_ptr(), table.shape):
             self._inputs = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in inputs]
-        bound = self._bound.of(rows)
+            self._program, self._table = self._record(table), table
+            self._views.clear()
+        views = self._views.get(count)
+        if views is None:
+            views = self._views[count] = self._make_views(count)
         self._calls += 1
         if self._calls == RELEASE_CALLS:
             release_start_up_memory()
         if count:
-            for target, source in bound.copies:
-                target.copy_(source)
-            for target, part in zip(self._inputs, inputs, strict=True):
-                target[:count].copy_(part)
-            program = bound.program
+            parts = (rows.tokens, rows.positions, rows.slots, rows.kv_index, *inputs)
+            for target, part in zip(views.targets, parts, strict=True):
+                target.copy_(part)
+            program = self._program
+            assert program is not None
             self._run.team.run(program.table, len(program.table), count, program.scratch)
-        return bound.results
+        return views.results
 
-    def _bind(self, rows: Rows) -> Bound:
-        """Return what calls with these rows use; the pass is recorded if it is not for their page table."""
-        count, table, known = len(rows.tokens), rows.page_table, self._table
-        if self._program is None or (known.data_ptr(), known.shape) != (table.data_ptr(), table.shape):
-            self._program, self._table = self._record(table), table
-            self._bound = Repeated(self._bind)  # without results of the last program
-        sources = (rows.tokens, rows.positions, rows.slots, rows.kv_index)
-        copies = [(to[:count], source) for to, source in zip(self._ints, sources, strict=True)]
-        return Bound(self._program, copies, tuple(result[:count] for result in self._program.results))
+    def _make_views(self, count: int) -> PassViews:
+        assert self._program is not None
+        targets = [target[:count] for target in (*self._ints, *self._inputs)]
+        return PassViews(targets, tuple(result[:count] for result in self._program.results))

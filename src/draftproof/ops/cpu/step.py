@@ -12,7 +12,7 @@ from draftproof import types
 from draftproof.numba_jit import native
 from draftproof.ops.contract.step import StepOps
 from draftproof.ops.contract.types import Layout
-from draftproof.ops.cpu.repeated import Repeated
+from draftproof.ops.cpu.identity_cache import IdentityCache
 from draftproof.types import Choice, Draft, FinishStatus, Outcome, PlanColumns, SlotColumns, Windows
 
 # numba caches compiled loops by this file alone, so constants of `types` are repeated here
@@ -27,17 +27,17 @@ class CpuStep(StepOps):
     """Step ops that read and write tensors in place."""
 
     def __init__(self) -> None:
-        self._layout_arrays = Repeated(_layout_arrays)
-        self._commit_arrays = Repeated(_commit_arrays)
+        self._layout_arrays = IdentityCache(_layout_arrays)
+        self._commit_arrays = IdentityCache(_commit_arrays)
 
     def layout(self, plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout) -> None:
-        _layout(*self._layout_arrays.of(plan, columns, out), page_size)
+        _layout(*self._layout_arrays.get(plan, columns, out), page_size)
 
     def commit(self, plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
         accept = windows.draft == choice.token if choice.accept is None else choice.accept
         recovered = choice.token if choice.recovered is None else choice.recovered
         _commit(
-            *self._commit_arrays.of(plan, windows),
+            *self._commit_arrays.get(plan, windows),
             *_arrays(choice.token, accept, recovered, bad),
             *_arrays(out.table, out.pick_rows, out.pick_tokens),
         )

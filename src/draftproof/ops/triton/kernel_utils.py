@@ -61,8 +61,8 @@ def pdl_begin_pass(PDL: tl.constexpr):
     """Do `pdl_sync` in the other order: the next kernel starts after the end of all kernels before this one.
 
     Every forward pass launches a kernel with this first statement before it stores KV or attends. So kernels
-    of attention, and of what is stored for it, may read slots, positions and keys of earlier passes before
-    their own wait.
+    of attention, and of what is stored for it, may read slots, positions, the page table and keys of
+    earlier passes before their own wait.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

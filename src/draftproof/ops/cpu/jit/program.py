@@ -116,7 +116,7 @@ class Recorder:
         ends: list[tuple[int, int]] = []
         for result in results:
             found = self.find(result)
-            if found is None:
+            if found is None or not result.is_contiguous():
                 raise DraftproofError("a captured pass must return what its ops returned")
             self.buffers[found[0]].last_use = len(self.calls)
             ends.append(found)

@@ -42,7 +42,7 @@ _MAX_NOISE = np.float32(23.0)  # upper bound of 32-bit Gumbel noise
 _UNIT = np.float32(2.0**-32)
 _ZERO = np.float32(0.0)
 _ALL_LANES = 0xFFFF
-SAMPLED, NOT_FINITE = 1, 2  # states of a row, see `likeliest`
+SAMPLED, NOT_FINITE = 1, 2  # states of a row, see `greedy_tokens`
 
 
 def scratch_bytes(vocab: int) -> int:
@@ -70,8 +70,8 @@ def _is_finite(row: int, vocab: int, largest: int) -> bool:
 
 
 @kernel
-def likeliest(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-    """Choose the token of rows; args: tokens, states, logits, slots, temperatures of slots, vocabulary.
+def greedy_tokens(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
+    """Take the argmax of rows; args: tokens, states, logits, slots, temperatures of slots, vocabulary.
 
     A padding row has token 0. States: `SAMPLED` if the slot has a temperature, `NOT_FINITE`.
     """

@@ -23,11 +23,11 @@ from draftproof.types import LogitAdjust, Windows
 MASK = 16
 assert int(LogitAdjust.MASK) == MASK
 compiled = native(boundscheck=False)
-MAX_CHOICES = 64  # prepared calls that are kept
+MAX_PREPARED = 64  # prepared calls that are kept
 
 
-class _Choice(NamedTuple):
-    """Call of `likeliest`, prepared for logits at an address: host time limits steps of few rows."""
+class _PreparedSample(NamedTuple):
+    """Call of `greedy_tokens`, prepared for logits at an address: host time limits steps of few rows."""
 
     windows: Windows
     slot: Tensor  # [L] int64, as the call reads it
@@ -42,8 +42,8 @@ class CpuSampling(ComposedSampling):
 
     def __init__(self, run: Executor) -> None:
         self._run = run
-        self._choices: dict[int, _Choice] = {}  # by the identity of their windows, which they hold
-        run.later.add(kernels.likeliest)
+        self._prepared: dict[int, _PreparedSample] = {}  # by the identity of their windows, which they hold
+        run.later.add(kernels.greedy_tokens)
 
     def argmax(self, logits: Tensor) -> Tensor:
         logits, rows, vocab = check_logits(logits)
@@ -152,30 +152,30 @@ class CpuSampling(ComposedSampling):
 
     def sample(self, logits: Tensor, windows: Windows, scaled: bool = False) -> tuple[Tensor, Tensor]:
         logits = logits.contiguous()
-        choice = self._choices.get(id(windows))
-        if choice is None or choice.address != logits.data_ptr():
-            if len(self._choices) >= MAX_CHOICES:
-                self._choices.clear()
-            choice = self._choices[id(windows)] = self._prepare_choice(logits, windows)
-        choice.run()
-        states = choice.states.tolist()
+        prepared = self._prepared.get(id(windows))
+        if prepared is None or prepared.address != logits.data_ptr():
+            if len(self._prepared) >= MAX_PREPARED:
+                self._prepared.clear()
+            prepared = self._prepared[id(windows)] = self._prepare_sample(logits, windows)
+        prepared.run()
+        states = prepared.states.tolist()
         if not any(states):
-            return choice.tokens, choice.states
+            return prepared.tokens, prepared.states
         if kernels.NOT_FINITE in states:
             return super().sample(logits, windows, scaled)
         columns, slot = windows.columns, windows.slot.clamp(min=0)
         temperature = columns.temperature[slot]
         divided = logits if scaled else logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
         noisy = self.gumbel_argmax(divided, columns.seed[slot], windows.position, STREAM_SAMPLE)
-        return torch.where(choice.states > 0, noisy, choice.tokens), torch.zeros_like(noisy)
+        return torch.where(prepared.states > 0, noisy, prepared.tokens), torch.zeros_like(noisy)
 
-    def _prepare_choice(self, logits: Tensor, windows: Windows) -> _Choice:
+    def _prepare_sample(self, logits: Tensor, windows: Windows) -> _PreparedSample:
         logits, rows, vocab = check_logits(logits)
         tokens, states = torch.empty(2, rows, dtype=torch.int64).unbind()
         slot = check_ints("slot", windows.slot, rows)
         arguments = [tokens, states, logits, slot, windows.columns.temperature, vocab]
-        run = self._run.prepare(kernels.likeliest, rows, arguments, small=rows == 1)
-        return _Choice(windows, slot, logits.data_ptr(), tokens, states, run)
+        run = self._run.prepare(kernels.greedy_tokens, rows, arguments, small=rows == 1)
+        return _PreparedSample(windows, slot, logits.data_ptr(), tokens, states, run)
 
 
 @compiled

@@ -3,7 +3,7 @@
 With one row attention is a chain of dependent loads: page ids, keys and values, queries. Keys and values of
 earlier passes do not depend on the previous kernel, so a program loads those of its first span before it
 waits. After the wait it loads the queries and the keys of this pass. The sums are those of `splitkv.py`, bit
-for bit.
+for bit. Measured on sm_90 only.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from draftproof.ops.triton.fused.attention import attend_span, load_kv_blocks
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_launch_next, pdl_wait
 
 MAX_ROWS = 8  # rows that the kernel supports
-MAX_SELECTED_ROWS = 1
+MAX_SELECTED_ROWS = 1  # rows up to which it is used
 WIDTH = 256  # elements of a padded head; narrower heads gain nothing
 NUM_WARPS = 8
-EXTRA_SHARED_BYTES = 12 << 10  # of queries and scores
+EXTRA_SHARED_BYTES = 12 << 10  # shared memory for queries and scores, beside keys and values
 HEIGHT, ONES = 16, 16  # rows times heads of a tile, columns of ones: the minimum of the tensor core
 
 

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-MAX_ENTRIES = 64  # steps of so many sizes; with more, all are made again
+MAX_ENTRIES = 64  # the cache is emptied when it is full
 
 
-class Repeated(Generic[T]):
-    """Function whose results are kept: what host code computes about a step depends on its size alone."""
+class IdentityCache(Generic[T]):
+    """Cache of a function of long-lived objects: steps of one size have the same layout object."""
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
         self._kept: dict[tuple[int, ...], tuple[tuple[Any, ...], T]] = {}  # objects that live keep their ids
 
-    def of(self, *objects: Any) -> T:
+    def get(self, *objects: Any) -> T:
         """Return the result for these objects."""
         key = tuple(map(id, objects))
         entry = self._kept.get(key)
