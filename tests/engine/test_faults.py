@@ -154,7 +154,7 @@ def test_pages_of_an_aborted_request_are_not_found_after_a_fault(when, steps, re
     target.step()
     if when == "queued":
         target.step()
-    ops.when = lambda _, op, count: op == "read" and count == 1
+    ops.when = lambda _, op, count: op == "read" and count == 8
     if when == "queued":
         target.step()
     target.abort("first")
@@ -176,7 +176,7 @@ def test_control_unfilled_pages_are_detected(broken, monkeypatch, reference):
 def test_control_lost_step_is_detected(monkeypatch, reference):
     monkeypatch.setattr(fault_recovery, "requeue_lost", lambda *_: [])
     target, ops = build(debug=False)
-    ops.when = lambda _, op, count: op == "read" and count == 10
+    ops.when = lambda _, op, count: op == "read" and count == 8
     with pytest.raises(AssertionError):
         assert served(target, make_requests()) == reference
 

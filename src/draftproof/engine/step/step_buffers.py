@@ -17,7 +17,7 @@ from draftproof.ops import Layout, Ops, Rows
 from draftproof.types import MAX_NAMED_IDS, TOKENS, Outcome, PlanColumns, Windows
 
 NO_BUDGET = np.zeros(0, np.int64)
-MAX_LAYOUTS = 256  # kept at once; prompts have steps of many sizes
+MAX_LAYOUTS = 16  # kept at once; prompts have steps of many sizes
 
 
 def _padded(size: int) -> int:

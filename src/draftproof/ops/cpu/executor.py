@@ -18,6 +18,7 @@ from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team, aligned_bytes
 from draftproof.types import Rows
 
 RELEASE_CALLS = 4  # calls of a pass after which kernels outside it, as for sampling, are compiled too
+MAX_VIEWS = 16  # numbers of rows for which views of a pass are kept
 SINGLE_THREAD_ELEMENTS = 4096  # elements below which waking the thread pool costs more than it saves
 
 
@@ -114,6 +115,8 @@ class Captured:
             self._views.clear()
         views = self._views.get(count)
         if views is None:
+            if len(self._views) == MAX_VIEWS:
+                self._views.clear()
             views = self._views[count] = self._make_views(count)
         self._calls += 1
         if self._calls == RELEASE_CALLS:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-MAX_ENTRIES = 64  # the cache is emptied when it is full
+MAX_ENTRIES = 16  # the cache is emptied when it is full
 
 
 class IdentityCache(Generic[T]):

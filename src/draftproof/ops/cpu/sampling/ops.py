@@ -23,7 +23,7 @@ from draftproof.types import LogitAdjust, Windows
 MASK = 16
 assert int(LogitAdjust.MASK) == MASK
 compiled = native(boundscheck=False)
-MAX_PREPARED = 64  # prepared calls that are kept
+MAX_PREPARED = 16  # prepared calls that are kept
 
 
 class _PreparedSample(NamedTuple):
