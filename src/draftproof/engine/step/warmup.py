@@ -21,7 +21,7 @@ from draftproof.types import DraftSpec, FinishStatus, PlanColumns, StepFeatures
 
 Progress = Callable[[str, int, int], None]  # what, how much is done, of how much
 TIMING_ROUNDS = 3  # timings of a size where steps are not captured; the fastest counts
-MAX_TIMED_ROWS = 64  # rows up to which sizes are timed so; of more rows only the largest step is, once
+MAX_TIMED_ROWS = 64  # above, only the largest size is timed, and once: such steps take most of the time
 CACHE_FLUSH_BYTES = 128 << 20  # more than the cache of any chip
 TOKEN_STRIDE = 7919  # between the tokens of timed rows; a prime
 PROMPT_ROWS = 64, 256  # rows of prompts beside full windows with captured drafts: few entries, more
