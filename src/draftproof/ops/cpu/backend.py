@@ -7,15 +7,14 @@ kernels are compiled by numba at first use, then read from its disk cache.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.backend import Ops
 from draftproof.ops.contract.runtime import Forward, Runtime
-from draftproof.ops.contract.types import PendingCopy
 
 try:
     from draftproof.ops.cpu.draft_rounds import CpuRounds
@@ -33,21 +32,6 @@ except ModuleNotFoundError as error:
     raise ImportError("the cpu backend needs numba: install draftproof[cpu]") from error
 
 
-class OneTorchThread(AbstractContextManager[None]):
-    """Limit of torch to one thread: its OpenMP workers spin after every region, on the cores of the pool."""
-
-    def __enter__(self) -> None:
-        """Set the limit."""
-        self._before = torch.get_num_threads()
-        if self._before != 1:
-            torch.set_num_threads(1)
-
-    def __exit__(self, *error: object) -> None:
-        """Restore the number of threads."""
-        if self._before != 1:
-            torch.set_num_threads(self._before)
-
-
 class CpuRuntime(Runtime):
     """Runtime that replays recorded passes on the thread pool."""
 
@@ -55,12 +39,17 @@ class CpuRuntime(Runtime):
         super().__init__(device)
         self._run = run
 
-    def step_context(self) -> AbstractContextManager[None]:
-        return OneTorchThread()
-
-    def fetch(self, tensor: Tensor) -> PendingCopy:
-        copy = tensor.clone()
-        return PendingCopy(lambda: copy)
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        """Limit torch to one thread: its OpenMP workers spin after every region, on the cores of the pool."""
+        before = torch.get_num_threads()
+        if before != 1:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            if before != 1:
+                torch.set_num_threads(before)
 
     def capture(self, forward: Forward, max_rows: int) -> Forward:
         return Captured(self._run, forward, max_rows)

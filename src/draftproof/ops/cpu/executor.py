@@ -53,17 +53,17 @@ class Executor:
                 self.recorder.call(each, outputs, inputs, constants, scratch)
             return
         if rows:
-            self._prepare(several, rows, [*outputs, *inputs, *constants], scratch, small)()
+            self.prepare(several, rows, [*outputs, *inputs, *constants], scratch, small)()
 
     def prepare(
-        self, kernel: Kernel, rows: int, arguments: Sequence[Argument], small: bool = False
+        self,
+        kernels: Sequence[Kernel],
+        rows: int,
+        arguments: Sequence[Argument],
+        scratch: int = 0,
+        small: bool = False,
     ) -> Callable[[], None]:
-        """Return a call of a kernel, to be repeated while its tensors stay where they are."""
-        return self._prepare([kernel], rows, arguments, 0, small)
-
-    def _prepare(
-        self, kernels: Sequence[Kernel], rows: int, arguments: Sequence[Argument], scratch: int, small: bool
-    ) -> Callable[[], None]:
+        """Return a call of kernels, to be repeated while its tensors stay where they are."""
         words = [as_word(value) for value in arguments]
         table, line = bytearray(8 * WIDTH * len(kernels)), struct.Struct(f"={len(words) + 1}q")
         for i, each in enumerate(kernels):

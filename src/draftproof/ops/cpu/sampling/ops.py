@@ -174,7 +174,7 @@ class CpuSampling(ComposedSampling):
         tokens, states = torch.empty(2, rows, dtype=torch.int64).unbind()
         slot = check_ints("slot", windows.slot, rows)
         arguments = [tokens, states, logits, slot, windows.columns.temperature, vocab]
-        run = self._run.prepare(kernels.greedy_tokens, rows, arguments, small=rows == 1)
+        run = self._run.prepare([kernels.greedy_tokens], rows, arguments, small=rows == 1)
         return _PreparedSample(windows, slot, logits.data_ptr(), tokens, states, run)
 
 
