@@ -1,8 +1,9 @@
 """Attention over one split of keys on AMX tiles, for bf16; quantised keys are read by `fma` alone.
 
-Scores: q [16, dim] times K, whose 16 x 16 pairs are transposed into tiles. Sums: weights times V, whose
-keys are interleaved in pairs. The weights are given to the tiles as two bf16 terms (high and low), so
-they keep 16 bits; the products are exact and the sums fp32, as in the other split.
+Scores: 16 keys, loaded as tiles from where they are stored, times the queries, which are transposed once;
+then a transpose gives a line of scores to each query. Sums: weights times V, whose keys are interleaved in
+pairs. The weights are given to the tiles as two bf16 terms (high and low), so they keep 16 bits; the products
+are exact and the sums fp32, as in the other split.
 
 A tile multiplies every key of a split with every row, with weight 0 where the row may not see the key.
 That is exact only for finite values, so a NaN or infinity in V is taken out of the tiles, and a row that
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from draftproof.ops.cpu.attention.amx_values import PAIRED_KEYS, clear_values, pack_values
 from draftproof.ops.cpu.attention.fma import ARG, SPLIT, arg, clear, clip, first_key
 from draftproof.ops.cpu.attention.kv import (
     FLOAT,
@@ -23,14 +25,21 @@ from draftproof.ops.cpu.attention.kv import (
     kv_offset,
     token_index,
 )
-from draftproof.ops.cpu.gemm.microkernel import COLUMNS, transpose
+from draftproof.ops.cpu.gemm.microkernel import COLUMNS, transpose, transpose_few
 from draftproof.ops.cpu.jit import simd as v
-from draftproof.ops.cpu.jit.amx import TILE_BYTES, tiles_dot, tiles_dot_pair
-from draftproof.ops.cpu.jit.compile import device, f64_of_bits, inlined, load_i64, store_f32, store_i64
+from draftproof.ops.cpu.jit.amx import TILE_BYTES, tiles_dot_keys, tiles_dot_values
+from draftproof.ops.cpu.jit.compile import (
+    device,
+    f64_of_bits,
+    load_i64,
+    store_f32,
+    store_i64,
+)
 
 _ZERO, _LOWEST, _NAN = np.float32(0.0), np.float32(-3.0e38), np.float32(np.nan)
 _UPPER = 0xFFFF0000
-_EXPONENT = 0x7F80  # exponent bits of a bf16; all ones in NaN and infinity
+TILE_KEYS = 16  # keys, or queries, of a tile
+FEW_QUERIES = 4  # queries whose scores are transposed without the rest of the tile
 
 
 @device
@@ -51,61 +60,32 @@ def _find_keys(args: int, slot: int, head: int, start: int, end: int, places: in
 
 
 @device
-def _pack_keys(args: int, places: int, keys: int, padded: int, lines: int, packed: int) -> None:
-    """Write packed [keys / 64, padded / 32, 4]: tiles of 16 pairs x 16 keys."""
-    dim, cache = arg(args, ARG.dim), arg(args, ARG.cache)
-    for block in range(0, keys, 64):
-        for key in range(block, min(block + 64, keys)):
-            copy_kv_bf16(lines + (key - block) * padded * 2, cache + load_i64(places + 8 * key), dim)
-        to = packed + block * padded * 2
-        for step in range(padded // 32):
-            for tile in range(4):
-                src = lines + tile * 16 * padded * 2 + step * 64
-                transpose(src, padded * 2, to, 64)
-                to += TILE_BYTES
+def _dot_keys(
+    args: int, places: int, keys: int, queries: int, padded: int, packed: int, c: int, lines: int, scores: int
+) -> None:
+    """Write scores [queries, SPLIT] of `keys` keys, 16 at a time; packed: tiles of the queries.
 
-
-@inlined
-def _bits(address: int, count: int) -> Any:
-    if count >= 16:
-        return v.iload_u16(address)
-    return v.iload_u16_n(address, count)
-
-
-@device
-def _pack_values(args: int, places: int, keys: int, wide: int, packed: int, flags: int) -> bool:
-    """Write packed [wide / 64, keys / 32, 4]: tiles of 16 pairs of keys x 16 columns, then zeros.
-
-    Values that are not finite are packed as 0, and `flags` [keys] int64 is 1 at their keys; returns
-    whether there are any (if not, the flags are not written).
+    Keys are read where they are stored if 16 of them are on one page and fill whole tiles.
     """
-    dim, cache = arg(args, ARG.dim), arg(args, ARG.values)
-    steps = (keys + 31) // 32
-    any_bad = False
-    exponents, none = v.isplat(_EXPONENT), v.isplat(0)
-    for key in range(0, 32 * steps, 2):
-        even = cache + load_i64(places + 8 * min(key, keys - 1))
-        odd = cache + load_i64(places + 8 * min(key + 1, keys - 1))
-        even_dim = dim if key < keys else 0
-        odd_dim = dim if key + 1 < keys else 0
-        line = packed + (key // 32) * 4 * TILE_BYTES + key % 32 * 32
-        for d in range(0, wide, 16):
-            a = _bits(even + 2 * d, even_dim - d)
-            b = _bits(odd + 2 * d, odd_dim - d)
-            a_bad, b_bad = v.ieq(v.iand(a, exponents), exponents), v.ieq(v.iand(b, exponents), exponents)
-            if v.mask_bits(v.mask_or(a_bad, b_bad)) != 0:
-                if not any_bad:
-                    any_bad = True
-                    for i in range(SPLIT):
-                        store_i64(flags + 8 * i, 0)
-                if v.mask_bits(a_bad) != 0:
-                    store_i64(flags + 8 * key, 1)
-                if v.mask_bits(b_bad) != 0:
-                    store_i64(flags + 8 * (key + 1), 1)
-                a, b = v.iselect(a_bad, none, a), v.iselect(b_bad, none, b)
-            to = line + (d // 64 * steps * 4 + d % 64 // 16) * TILE_BYTES
-            v.istore(to, v.ior(a, v.ishl(b, v.isplat(16))))
-    return any_bad
+    dim, cache = arg(args, ARG.dim), arg(args, ARG.cache)
+    stride, in_place = key_stride(arg(args, ARG.num_kv), dim, 2), padded == dim
+    if arg(args, ARG.page_size) % TILE_KEYS != 0:
+        in_place = False
+    for first in range(0, keys, TILE_KEYS):
+        if in_place:
+            rows, row_bytes = cache + load_i64(places + 8 * first), stride
+        else:
+            rows, row_bytes = lines, 2 * padded
+            for key in range(first, min(first + TILE_KEYS, keys)):
+                copy_kv_bf16(lines + (key - first) * 2 * padded, cache + load_i64(places + 8 * key), dim)
+        for query in range(0, queries, TILE_KEYS):
+            tiles = packed + query * 2 * padded
+            tiles_dot_keys(rows, row_bytes, tiles, padded // 32, c)
+            to = scores + 4 * (query * SPLIT + first)
+            if queries - query <= FEW_QUERIES:
+                transpose_few(c, 64, to, 4 * SPLIT)
+            else:
+                transpose(c, 64, to, 4 * SPLIT)
 
 
 @device
@@ -157,43 +137,45 @@ def split_amx(
 
     scratch = (scratch + 63) // 64 * 64
     qs = scratch  # [tall, padded] bf16
-    scores = qs + tall * padded * 2  # [tall, SPLIT] fp32
+    turned = qs + tall * padded * 2  # [tall / 16, padded / 32]: tiles of 16 pairs x 16 queries
+    scores = turned + tall * padded * 2  # [tall, SPLIT] fp32
     high = scores + tall * SPLIT * 4  # [tall, SPLIT] bf16: weights
     low = high + tall * SPLIT * 2  # [tall, SPLIT] bf16: the remainder after `high`
     sums = low + tall * SPLIT * 2  # [tall, wide] fp32
-    packed = sums + tall * wide * 4  # tiles of K, then of V
-    lines = packed + SPLIT * wide * 2  # [64, padded] bf16
-    places = lines + 64 * wide * 2  # [SPLIT] int64
+    packed = sums + tall * wide * 4  # tiles of V
+    lines = packed + SPLIT * wide * 2  # [16, padded] bf16: keys
+    places = lines + TILE_KEYS * wide * 2  # [SPLIT] int64
     flags = places + SPLIT * 8  # [SPLIT] int64
+    c = flags + SPLIT * 8  # [16, 16] fp32: scores of a tile
 
     lowest, highest = split + SPLIT, split
     for row in range(rows):
         position = load_i64(positions + 8 * row)
         lowest = min(lowest, max(split, first_key(position, window)))
         highest = max(highest, min(split + SPLIT, position + 1))
-    lowest = lowest // 64 * 64
+    lowest = lowest // PAIRED_KEYS * PAIRED_KEYS  # tiles of V begin at the same keys for every row
     if highest <= lowest:
         for i in range(queries):
             clear(part + i * wide * 4, part_state + 8 * i, wide)
         return
     if padded > dim:  # padding must be 0: 0 * NaN is not 0
-        for at in range(qs, scores, 64):
+        for at in range(qs, turned, 64):
             v.store(at, v.splat(_ZERO))
-        for at in range(lines, lines + 64 * padded * 2, 64):
+        for at in range(lines, lines + TILE_KEYS * padded * 2, 64):
             v.store(at, v.splat(_ZERO))
     for i in range(queries):
         src = arg(args, ARG.q) + ((first + i // group) * num_q + head * group + i % group) * dim * 2
         v.copy_bf16(qs + i * padded * 2, src, dim)
+    for i in range(0, tall, TILE_KEYS):
+        for step in range(padded // 32):
+            transpose(
+                qs + i * padded * 2 + 64 * step, padded * 2, turned + i * padded * 2 + TILE_BYTES * step, 64
+            )
 
     _find_keys(args, slot, head, lowest, highest, places)
-    _pack_keys(args, places, highest - lowest, padded, lines, packed)
-    for block in range(lowest, highest, 64):
-        tiles = packed + (block - lowest) // 64 * (padded // 32) * 4 * TILE_BYTES
-        for i in range(0, tall, 16):
-            to = scores + (i * SPLIT + block - split) * 4
-            tiles_dot(qs + i * padded * 2, 0, padded * 2, tiles, padded // 32, to, SPLIT * 4)
-    keys = (highest - lowest + 31) // 32 * 32
     at = lowest - split
+    _dot_keys(args, places, highest - lowest, queries, padded, turned, c, lines, scores + 4 * at)
+    keys = (highest - lowest + 31) // 32 * 32
     for i in range(queries):
         position = load_i64(positions + 8 * (i // group))
         begin = clip(first_key(position, window), lowest, highest) - lowest
@@ -203,13 +185,15 @@ def split_amx(
         store_f32(part_state + 8 * i, top)
         store_f32(part_state + 8 * i + 4, mass)
 
-    any_bad = _pack_values(args, places, highest - lowest, wide, packed, flags)
+    any_bad = pack_values(args, places, highest - lowest, wide, packed)
+    if any_bad:
+        clear_values(args, places, highest - lowest, packed, flags)
     for i in range(0, tall, 16):
         line = (i * SPLIT + at) * 2
         for d in range(0, wide, 64):
             tiles = packed + d // 64 * (keys // 32) * 4 * TILE_BYTES
             to = sums + (i * wide + d) * 4
-            tiles_dot_pair(high + line, low + line, SPLIT * 2, tiles, keys // 32, to, wide * 4)
+            tiles_dot_values(high + line, low + line, SPLIT * 2, tiles, keys // 32, to, wide * 4)
     for i in range(queries):
         position = load_i64(positions + 8 * (i // group))
         sees_bad = False
@@ -218,9 +202,12 @@ def split_amx(
             end = clip(position + 1, lowest, highest) - lowest
             for key in range(begin, end):
                 sees_bad |= load_i64(flags + 8 * key) != 0
-        if sees_bad:
-            for d in range(0, wide, 16):
-                v.store(part + (i * wide + d) * 4, v.splat(_NAN))
-        else:
-            for d in range(0, wide, 16):
-                v.store(part + (i * wide + d) * 4, v.load(sums + (i * wide + d) * 4))
+        for d in range(0, wide, 32):
+            to, line = part + (i * wide + d) * 4, sums + (i * wide + d) * 4
+            if sees_bad:
+                v.store(to, v.splat(_NAN))
+                v.store(to + 64, v.splat(_NAN))
+            else:
+                even, odd = v.load(line), v.load(line + 64)
+                v.store(to, v.quarters_low(even, odd))
+                v.store(to + 64, v.quarters_high(even, odd))

@@ -14,9 +14,9 @@ from typing import Any
 from llvmlite import ir
 
 from draftproof.ops.contract.block_scales import BASE_BYTES, SUPER_BLOCK
-from draftproof.ops.cpu.gemm.byte_dot import GROUP, Dot, emit_chains, emit_prefetches, emit_row_counts, splat
+from draftproof.ops.cpu.gemm.byte_dot import GROUP, Dot, emit_chains, emit_prefetches, emit_row_counts
 from draftproof.ops.cpu.jit.compile import F32, I8, I64, PTR, i64, llvm, op, void
-from draftproof.ops.cpu.jit.simd import load_value
+from draftproof.ops.cpu.jit.simd import load_value, splat_value
 
 BLOCK = 32  # k of a block, which share one scale of the activations
 SUPER_BLOCKS = SUPER_BLOCK // BLOCK  # blocks that share a base
@@ -129,7 +129,7 @@ class _BlockEmitter:
     def _float(self, builder: Any, addr: Any, index: int) -> Any:
         """Emit one float of an activation block in every lane."""
         where = builder.inttoptr(builder.add(addr, I64(4 * index)), PTR)
-        return splat(builder, builder.load(where, typ=F32, align=1), self.floats)
+        return splat_value(builder, builder.load(where, typ=F32, align=1), self.floats)
 
     def _factors(self, builder: Any, block: Any, bases: Any) -> list[Any]:
         """Emit the scales of the groups, then their minimums where the weight has some, as fp32."""

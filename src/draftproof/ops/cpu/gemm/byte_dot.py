@@ -28,7 +28,7 @@ from draftproof.ops.cpu.jit.compile import (
     op,
     void,
 )
-from draftproof.ops.cpu.jit.simd import load_value
+from draftproof.ops.cpu.jit.simd import load_value, splat_value
 
 UNIT_COLUMNS = 16  # columns of a unit of work: whole strips
 GROUP = 4  # consecutive k of a column, multiplied by one instruction
@@ -149,7 +149,7 @@ class WideDot:
         found = []
         for step in range(steps):
             where = builder.inttoptr(builder.add(addr, I64(GROUP * step)), PTR)
-            word = splat(builder, builder.load(where, typ=I32, align=1), self.sums)
+            word = splat_value(builder, builder.load(where, typ=I32, align=1), self.sums)
             found.append(self._split(builder, builder.bitcast(word, self.halves)))
         return found
 
@@ -202,7 +202,7 @@ class VnniDot:
 
     def row(self, builder: Any, addr: Any, steps: int) -> list[Any]:
         places = [builder.inttoptr(builder.add(addr, I64(GROUP * step)), PTR) for step in range(steps)]
-        return [splat(builder, builder.load(where, typ=I32, align=1), self.sums) for where in places]
+        return [splat_value(builder, builder.load(where, typ=I32, align=1), self.sums) for where in places]
 
     def add(self, builder: Any, total: Any, weights: Any, row: Any) -> Any:
         unsigned, signed = (row, weights) if self.row_offset else (weights, row)
@@ -229,14 +229,6 @@ def select_dot(has_signed_weights: bool) -> Dot:
     if has_dot_product():
         return NeonDot()
     return VnniDot(has_signed_weights) if has_vnni() else WideDot()
-
-
-def splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
-    """Emit a scalar in every lane of a vector type."""
-    undefined = ir.Constant(vector, ir.Undefined)
-    one = builder.insert_element(undefined, scalar, I32(0))
-    zeros = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
-    return builder.shuffle_vector(one, undefined, zeros)
 
 
 def emit_prefetches(builder: Any, addr: Any, size: int) -> None:

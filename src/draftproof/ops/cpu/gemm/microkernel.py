@@ -187,6 +187,36 @@ def _transpose_bf16_pairs(builder: Any, args: Any) -> None:
             builder.store(value, builder.inttoptr(where, PTR), align=1)
 
 
+def _transpose_few(builder: Any, args: Any) -> None:
+    """Emit a transpose of 16 lines of 4 elements."""
+    src, src_stride, dst, dst_stride = args
+    quad, index = ir.VectorType(F32, 4), ir.VectorType(I32, LANES)
+    vectors = []
+    for first in range(4):  # lines first, first + 4, ... side by side
+        parts = [
+            load_value(builder, builder.add(src, builder.mul(src_stride, I64(first + 4 * i))), quad)
+            for i in range(4)
+        ]
+        pairs = [
+            builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, 8), list(range(8))))
+            for a, b in (parts[:2], parts[2:])
+        ]
+        vectors.append(builder.shuffle_vector(*pairs, ir.Constant(index, list(range(LANES)))))
+    halves = []
+    for a, b in ((vectors[0], vectors[1]), (vectors[2], vectors[3])):
+        for part in range(2):
+            order = [4 * (i // 4) + 2 * part + i % 4 // 2 + LANES * (i % 2) for i in range(LANES)]
+            halves.append(builder.shuffle_vector(a, b, ir.Constant(index, order)))
+    for column in range(4):
+        a, b = halves[column // 2], halves[2 + column // 2]
+        # lines 0 and 1 of the column are elements 0 and 1 of each quarter of a, or 2 and 3
+        order = [4 * (i // 4) + 2 * (column % 2) + i % 2 + LANES * (i % 4 // 2) for i in range(LANES)]
+        where = builder.add(dst, builder.mul(dst_stride, I64(column)))
+        value = builder.shuffle_vector(a, b, ir.Constant(index, order))
+        builder.store(value, builder.inttoptr(where, PTR), align=1)
+
+
 # src, its stride, dst, its stride (bytes): fp32 [16, 16] to fp32, bf16 [8, 8] and bf16 [16, 32] to fp32
 transpose, transpose_bf16 = op(void, [i64] * 4, _transpose), op(void, [i64] * 4, _transpose_bf16)
 transpose_bf16_pairs = op(void, [i64] * 4, _transpose_bf16_pairs)
+transpose_few = op(void, [i64] * 4, _transpose_few)  # fp32 [16, 4]

@@ -125,30 +125,44 @@ def configure_rows(config: int, count: int) -> None:
     tiles_configure(config)
 
 
-# Attention. Tiles: sums 0 to 3; left 4 and 5; right 6 and 7.
+# Attention. Scores: sums in tile 0, keys in 4, queries in 6.
 
 
-def _tiles_dot(lefts: int) -> Any:
-    """Return an intrinsic: c [16, 64] fp32 = sum over `lefts` of left [16, 32 steps] x right."""
+def _dot_keys(builder: Any, args: Any) -> None:
+    keys, key_stride, queries, steps, c = args
+    _call(builder, "tilezero", I8(0))
+    with cgutils.for_range(builder, steps, intp=I64) as loop:
+        along = builder.mul(loop.index, I64(64))
+        _call(builder, "tileloadd64", I8(4), _pointer(builder, builder.add(keys, along)), key_stride)
+        at = builder.add(queries, builder.mul(loop.index, I64(TILE_BYTES)))
+        _call(builder, "tileloadd64", I8(6), _pointer(builder, at), I64(64))
+        _call(builder, "tdpbf16ps", I8(0), I8(4), I8(6))
+    _call(builder, "tilestored64", I8(0), _pointer(builder, c), I64(64))
 
-    def build(builder: Any, args: Any) -> None:
-        left, other, left_stride, right, steps, c, c_stride = args
-        _zero(builder, ())
-        with cgutils.for_range(builder, steps, intp=I64) as loop:
-            along = builder.mul(loop.index, I64(64))
-            for i, base in enumerate((left, other)[:lefts]):
-                where = _pointer(builder, builder.add(base, along))
-                _call(builder, "tileloadd64", I8(4 + i), where, left_stride)
-            at = builder.add(right, builder.mul(loop.index, I64(4 * TILE_BYTES)))
-            for tile in range(4):
-                where = _pointer(builder, at, TILE_BYTES * tile)
-                _call(builder, "tileloadd64", I8(6 + tile % 2), where, I64(64))
-                for i in range(lefts):
-                    _call(builder, "tdpbf16ps", I8(tile), I8(4 + i), I8(6 + tile % 2))
+
+# c [16 keys, 16 queries] fp32 = keys [16, 32 steps] x queries [steps, 16 pairs, 16 queries, 2]
+tiles_dot_keys = op(void, [i64] * 5, _dot_keys)
+
+
+# Weighted values. Tiles: sums 0 to 3; two terms of the weights 4 and 5; values 6 and 7.
+
+
+def _dot_values(builder: Any, args: Any) -> None:
+    high, low, stride, values, steps, c, c_stride = args
+    _zero(builder, ())
+    with cgutils.for_range(builder, steps, intp=I64) as loop:
+        along = builder.mul(loop.index, I64(64))
+        for i, base in enumerate((high, low)):
+            where = _pointer(builder, builder.add(base, along))
+            _call(builder, "tileloadd64", I8(4 + i), where, stride)
+        at = builder.add(values, builder.mul(loop.index, I64(4 * TILE_BYTES)))
         for tile in range(4):
-            _call(builder, "tilestored64", I8(tile), _pointer(builder, c, 64 * tile), c_stride)
+            _call(builder, "tileloadd64", I8(6 + tile % 2), _pointer(builder, at, TILE_BYTES * tile), I64(64))
+            for i in range(2):
+                _call(builder, "tdpbf16ps", I8(tile), I8(4 + i), I8(6 + tile % 2))
+    for tile in range(4):
+        _call(builder, "tilestored64", I8(tile), _pointer(builder, c, 64 * tile), c_stride)
 
-    return op(void, [i64] * 7, build)
 
-
-tiles_dot, tiles_dot_pair = _tiles_dot(1), _tiles_dot(2)
+# c [16, 64] fp32 = (high + low) [16, 32 steps] x values [steps, 4 tiles, 16 pairs, 16, 2]
+tiles_dot_values = op(void, [i64] * 7, _dot_values)

@@ -257,6 +257,7 @@ prefetch = op(void, [i64], lambda b, a: emit_prefetch(b, pointer(b, a[0])))
 _SCALARS = ((i64, I64), (f32, F32), (f64, F64))
 load_i64, load_f32, load_f64 = (op(kind, [i64], _load(elem)) for kind, elem in _SCALARS)
 load_i32 = op(i64, [i64], lambda b, a: b.sext(_load(I32)(b, a), I64))
+load_u16 = op(i64, [i64], lambda b, a: b.zext(_load(I16)(b, a), I64))
 store_i64, store_f32, store_f64 = (op(void, [i64, kind], _store) for kind, _ in _SCALARS)
 store_i16 = op(void, [i64, i64], lambda b, a: _store(b, [a[0], b.trunc(a[1], I16)]))
 

@@ -46,7 +46,7 @@ def _const(vector: ir.VectorType, value: Any) -> ir.Constant:
 def splat_value(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
     """Emit a scalar in every lane."""
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
-    zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+    zeros = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
 
 
@@ -201,6 +201,17 @@ def _interleave(start: int) -> Any:
 
 interleave_low = op(I, (I, I), _interleave(0))  # a0 b0 a1 b1 ... a7 b7
 interleave_high = op(I, (I, I), _interleave(LANES // 2))
+
+
+def _join_quarters(start: int) -> Any:
+    """Return an emitter of quarters of two vectors in turn, from a quarter on."""
+    lanes = [4 * (start + i // 8) + i % 4 + (LANES if i // 4 % 2 else 0) for i in range(LANES)]
+    index = ir.Constant(ir.VectorType(I32, LANES), lanes)
+    return lambda b, a: b.shuffle_vector(a[0], a[1], index)
+
+
+quarters_low = op(F, (F, F), _join_quarters(0))  # a0..3 b0..3 a4..7 b4..7
+quarters_high = op(F, (F, F), _join_quarters(2))
 
 # The upper halves of the lanes, stored as 16 bits each: bf16 by truncation.
 istore_high = op(void, (i64, I), lambda b, a: _store(b, a[0], b.trunc(b.lshr(a[1], _const(VI, 16)), VH)))
