@@ -32,6 +32,7 @@ from draftproof.ops.cpu.jit.compile import (
     device,
     f64_of_bits,
     load_i64,
+    prefetch,
     store_f32,
     store_i64,
 )
@@ -39,6 +40,7 @@ from draftproof.ops.cpu.jit.compile import (
 _ZERO, _LOWEST, _NAN = np.float32(0.0), np.float32(-3.0e38), np.float32(np.nan)
 _UPPER = 0xFFFF0000
 TILE_KEYS = 16  # keys, or queries, of a tile
+PREFETCH_KEYS = 32  # distance at which K is prefetched
 FEW_QUERIES = 4  # queries whose scores are transposed without the rest of the tile
 
 
@@ -71,7 +73,15 @@ def _dot_keys(
     stride, in_place = key_stride(arg(args, ARG.num_kv), dim, 2), padded == dim
     if arg(args, ARG.page_size) % TILE_KEYS != 0:
         in_place = False
+    values = arg(args, ARG.values)
     for first in range(0, keys, TILE_KEYS):
+        ahead = first + PREFETCH_KEYS
+        for key in range(ahead, min(ahead + TILE_KEYS, keys)):
+            for line in range(0, 2 * dim, 64):
+                prefetch(cache + load_i64(places + 8 * key) + line)
+        for key in range(first, min(first + TILE_KEYS, keys)):
+            for line in range(0, 2 * dim, 64):
+                prefetch(values + load_i64(places + 8 * key) + line)
         if in_place:
             rows, row_bytes = cache + load_i64(places + 8 * first), stride
         else:

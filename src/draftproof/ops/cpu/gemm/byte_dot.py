@@ -34,7 +34,7 @@ UNIT_COLUMNS = 16  # columns of a unit of work: whole strips
 GROUP = 4  # consecutive k of a column, multiplied by one instruction
 CHUNK = 16  # k of a row that are stored together in a tile of int8 rows
 TILE_ROWS = 8  # rows that share a pass over the weights
-PREFETCH_BYTES = 2048  # ahead in B
+PREFETCH_BYTES = 8192  # ahead in B
 # LLVM reports no feature for some of these, but selects their instructions by name
 DOT_PRODUCT_CPUS = ("neoverse-", "apple-m", "ampere1", "cortex-a76", "cortex-a78", "cortex-x")
 
