@@ -200,7 +200,7 @@ class DraftPolicy:
         if self.cost.learns and is_clean and not plan.has_prompts:
             drafting = 0 if run.seconds else run.requests
             seconds, num_drafts = device - run.seconds, plan.num_drafts
-            self.cost.observe(plan.num_rows, step.num_keys, seconds, drafting, num_drafts)
+            self.cost.observe(plan.num_rows, step.num_keys, seconds, drafting, num_drafts, run.rounds)
         if plan.num_drafts:
             self._observe_drafts(step)
         if self._is_timed and self._model is not None and not self.run_ahead.asynchronous:
