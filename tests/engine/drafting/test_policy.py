@@ -260,13 +260,21 @@ def test_member_model_runs_if_the_requests_that_do_not_copy_gain_its_cost() -> N
 
 
 def test_member_model_runs_for_fewer_requests_if_more_of_its_drafts_are_accepted() -> None:
-    steps = Steps(FLAT, count=8, model=MEMBER, asynchronous=True, draft_seconds=0.25)
+    steps = Steps(FLAT, count=8, model=MEMBER, asynchronous=True, draft_seconds=0.5)
     some = np.array([0] * 4 + [1] * 4)
     for accepted, rounds in ((0.25, 0), (1.0, 2)):
         for _ in range(100):
             steps.step(source=0, accepted=accepted)
         steps.step(source=1, accepted=some)
         assert steps.step(source=0).rounds == rounds
+
+
+def test_member_model_runs_for_a_quarter_of_the_requests_if_its_rounds_take_a_fifth_of_a_step() -> None:
+    steps = Steps(FLAT, count=8, model=MEMBER, asynchronous=True, draft_seconds=0.2)
+    for num_gaining, rounds in ((1, 0), (2, 2)):
+        steps.step(source=1)
+        steps.step(source=1, accepted=np.array([0] * num_gaining + [1] * (8 - num_gaining)))
+        assert steps.step(source=1).rounds == rounds
 
 
 def test_new_request_is_taken_to_copy_where_most_requests_do() -> None:
