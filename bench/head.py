@@ -2,6 +2,7 @@
 
     python bench/head.py --prompts spec_bench.jsonl [--device cuda] [--head FOLDER] [--parts acceptance,speed]
                          [--batches 1,8,64,256] [--methods eagle3,ngram,suffix,hybrid] [--tokens 256]
+                         [--tasks chat] [--ends natural,forced]
                          [--kind mtp --model FOLDER -k 3]
 
 The last line of stdout is JSON. The prompts are lines with `task` and `turns` (or `prompt`), as in
@@ -11,7 +12,8 @@ acceptance: always K drafts (adaptive off), temperature 0 and 1, the latter with
 drafts; per task, and the mean of the tasks.
 speed: temperature 0, adaptive on. A batch is kept full and its prompts are in the prefix cache, so decoding
 is timed; batches up to 8 task by task. Sides take turns, ratios to plain are medians of the rounds. Rounds
-have a `cache_salt` each, so a proposer that learns starts anew. No token may differ from plain. A turn during
+have a `cache_salt` each, so a proposer that learns starts anew. Ends: outputs end where the model ends them,
+or all have --tokens tokens (`ignore_eos`). No token may differ from plain. A turn during
 which other processes had more than 3 % of the processors is repeated, up to --tries times. Batches share the
 time that --seconds leaves after the start of the engines.
 """
@@ -191,7 +193,7 @@ def of_task(llm: LLM, prompts: list[list[int]], temperature: float, options: arg
 
 
 def run(
-    llm: LLM, prompts: Sequence[PromptCopy], batch: int, tokens: int, salt: str
+    llm: LLM, prompts: Sequence[PromptCopy], batch: int, tokens: int, salt: str, ignore_eos: bool = False
 ) -> tuple[float, Outputs, list[int]]:
     """Return the seconds for these prompts, `batch` at a time, the outputs, and steps, drafts, accepted."""
     core, slots, results = llm.engine, llm.engine.loop.slots, []
@@ -199,7 +201,9 @@ def run(
         Request(
             id=f"{i}",
             prompt_token_ids=ids,
-            params=SamplingParams(temperature=0, max_tokens=tokens, cache_salt=f"{salt} {copy}"),
+            params=SamplingParams(
+                temperature=0, max_tokens=tokens, cache_salt=f"{salt} {copy}", ignore_eos=ignore_eos
+            ),
             seed=i,
             eos_token_ids=tuple(core.eos_token_ids),
         )
@@ -230,11 +234,11 @@ def speed(options: argparse.Namespace, engines: Engines, until: float) -> dict[s
     found: dict[str, Any] = {"does not start": engines.failed} if engines.failed else {}
     if "plain" not in sides:
         return found
-    for number, batch in enumerate(options.batches):
-        now = time.monotonic()
-        share = now + (until - now) / (len(options.batches) - number)
-        found[f"{batch}"] = cell(sides, chosen(engines.prompts, batch, options), batch, options, share, until)
-        print(f"batch {batch}: {json.dumps(found[str(batch)])}", flush=True)
+    for number, (ends, batch) in enumerate(pairs := list(product(options.ends, options.batches))):
+        now, key = time.monotonic(), f"{batch}" if ends == "natural" else f"{batch}, {ends} ends"
+        share, prompts = now + (until - now) / (len(pairs) - number), chosen(engines.prompts, batch, options)
+        found[key] = cell(sides, prompts, batch, ends == "forced", options, share, until)
+        print(f"batch {key}: {json.dumps(found[key])}", flush=True)
     return found
 
 
@@ -268,6 +272,7 @@ def turn_of(
     prompts: list[PromptCopy],
     batch: int,
     tokens: int,
+    ignore_eos: bool,
     salt: str,
     tries: int,
 ) -> Turn:
@@ -278,7 +283,7 @@ def turn_of(
         mine = f"{salt} {number}"
         run(sides[name], prompts, batch, 1, mine)  # into the prefix cache
         before = others_seconds()
-        spent, found, counted = run(sides[name], prompts, batch, tokens, mine)
+        spent, found, counted = run(sides[name], prompts, batch, tokens, mine, ignore_eos)
         share = max(0.0, others_seconds() - before) / spent / (os.cpu_count() or 1)
         if share < others[name]:
             seconds[name], outputs[name], counts[name], others[name] = spent, found, counted, share
@@ -291,6 +296,7 @@ def cell(
     sides: dict[str, LLM],
     tasks: dict[str, list[PromptCopy]],
     batch: int,
+    ignore_eos: bool,
     options: argparse.Namespace,
     share: float,
     until: float,
@@ -308,7 +314,8 @@ def cell(
         for task, prompts in tasks.items():
             if time.monotonic() > until:
                 break
-            one[task] = turn_of(sides, names, prompts, batch, tokens, f"{batch} {number}", options.tries)
+            salt = f"{batch} {number} {ignore_eos}"
+            one[task] = turn_of(sides, names, prompts, batch, tokens, ignore_eos, salt, options.tries)
             differ += one[task].differ
         longest = max(longest, time.monotonic() - begin)
         if number >= 0 and len(one) == len(tasks):
@@ -354,8 +361,9 @@ def with_ratios(
             pairs = zip(best, times["hybrid"], strict=True)
             found[group]["hybrid over the best other"] = round(statistics.median(s / h for s, h in pairs), 3)
     bar = SPEED_BARS[options.device].get(batch)
-    if bar and options.kind in found["all"]["over plain"]:
-        found["bar"], found["passes"] = bar, found["all"]["over plain"][options.kind] >= bar
+    whole = found["all" if "all" in groups else next(iter(groups))]["over plain"]
+    if bar and options.kind in whole:
+        found["bar"], found["passes"] = bar, whole[options.kind] >= bar
     return found
 
 
@@ -374,6 +382,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-k", type=int, default=4, help="drafts")
     parser.add_argument("--tokens", type=int, default=256, help="of an output, at most")
     parser.add_argument("--each", type=int, help="prompts of a task, at most; default: all")
+    parser.add_argument("--tasks", type=lambda text: text.split(","), help="default: all")
+    parser.add_argument("--ends", type=lambda text: text.split(","), default=["natural"])
     parser.add_argument("--count", type=int, help="prompts of a task for batches up to 8; default: 12 and 16")
     parser.add_argument("--seqs", type=int, help="requests at a time while acceptance is measured")
     parser.add_argument("--rounds", type=int, default=3)
@@ -393,6 +403,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     until = time.monotonic() + options.seconds
     texts = read(options.prompts, options.each)
+    texts = {task: some for task, some in texts.items() if task in (options.tasks or texts)}
     parts = {
         "acceptance": lambda engines: acceptance(options, engines),
         "speed": lambda engines: speed(options, engines, until),

@@ -256,7 +256,8 @@ class Meter:
             share = CHEAP * model.rounds / k
             drafts = {requests: share * seconds for requests, seconds in drafts.items()}
         learns = machine.overlaps and not self.policy.drafts_before_plan
-        cost = StepCost(machine.steps, not machine.overlaps, learns, drafts if learns else {})
+        rounds = model.rounds if learns and model is not None else 1
+        cost = StepCost(machine.steps, not machine.overlaps, learns, drafts if learns else {}, rounds)
         self.policy.set_cost(cost, adaptive=True)
         self.policy.run_ahead.asynchronous = machine.overlaps
         self.policy._round_costs._clock = lambda: self.clock
@@ -302,8 +303,8 @@ class Meter:
         self._pending = [pair for pair in self._pending if pair[0] is not step.plan]
         if seconds and cost.learns:
             noisy = seconds[0] * (1 + STEP_NOISE * abs(self._draw.normal()))
-            plan, drafting = step.plan, step.draft_run.requests
-            cost.observe(plan.num_rows, step.num_keys, noisy, drafting, plan.num_drafts)
+            plan, run = step.plan, step.draft_run
+            cost.observe(plan.num_rows, step.num_keys, noisy, run.requests, plan.num_drafts, run.rounds)
         return found
 
     def read(self) -> tuple[float, float, float]:

@@ -115,18 +115,19 @@ def measure_cell(sides: dict[str, Checkout], batches: list[list[list[int]]], par
 def summarize(
     rates: dict[str, list[float]], counts: dict[str, list[tuple[int, ...]]], num_different: int
 ) -> dict[str, Any]:
-    """Return medians of both sides, the ratio with its quartiles, and mean counts of a round.
+    """Return medians of both sides, ratios with median and quartiles, and mean counts of a round.
 
     Counts: steps of the request with the most, drafts and accepted drafts of all requests.
     """
-    ratios = sorted(new / old for new, old in zip(rates["new"], rates["old"], strict=True))
-    count = len(ratios)
+    by_round = [new / old for new, old in zip(rates["new"], rates["old"], strict=True)]
+    ratios, count = sorted(by_round), len(by_round)
     return {
         "old": round(statistics.median(rates["old"]), 1),
         "new": round(statistics.median(rates["new"]), 1),
         "ratio": round(statistics.median(ratios), 3),
         "quartiles": [round(ratios[count // 4], 3), round(ratios[(3 * count) // 4], 3)],
         "rounds": count,
+        "ratios": [round(ratio, 3) for ratio in by_round],
         "different": num_different,
         "steps, drafts, accepted": {
             name: [round(statistics.mean(column)) for column in zip(*rows, strict=True)]

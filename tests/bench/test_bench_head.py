@@ -52,6 +52,14 @@ def test_every_method_is_measured(bench: Any) -> None:
             assert all(length >= 1 for length in cell[task]["tokens a step"].values())
 
 
+def test_forced_ends_of_one_task_have_their_own_figures(bench: Any) -> None:
+    options = options_of(bench, "--batches", "1", "--methods", "eagle3", "--ends", "natural,forced")
+    bench.encoded = lambda options, texts: {"a": [tiny.prompt(j) for j in range(4)]}
+    found = bench.measure(options)["speed"]
+    assert set(found) == {"1", "1, forced ends"}
+    assert found["1, forced ends"]["differing answers"] == 0
+
+
 def test_control_different_outputs_are_reported(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from draftproof.ops.cpu.sampling.ops import CpuSampling
 

@@ -288,7 +288,8 @@ def warm_up(parts: EngineParts, adaptive: bool, progress: Progress) -> None:
     is_padded = parts.ops.runtime.asynchronous
     if is_padded:  # captured steps were timed on padding, whose rows are equal
         seconds = with_expert_cost(seconds, loop.device.runner.model.config)
-    loop.policy.set_cost(StepCost(seconds, interpolate=not is_padded, draft_seconds=draft_seconds), adaptive)
+    cost = StepCost(seconds, not is_padded, True, draft_seconds, loop.device.drafting.timed_rounds)
+    loop.policy.set_cost(cost, adaptive)
 
 
 def _build_speculation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,14 @@ import pytest
 import heads
 import tiny
 from draftproof.engine.drafting.acceptance_warning import MIN_DRAFTS
-from draftproof.engine.drafting.budget import FIRST_PROBE_LENGTH, MAX_PROBE_INTERVAL, DraftBudget
+from draftproof.engine.drafting.budget import (
+    FIRST_PROBE_LENGTH,
+    MAX_PROBE_INTERVAL,
+    DraftBudget,
+    round_counts,
+)
 from draftproof.engine.drafting.budget_kernels import CLASSES, RATES
+from draftproof.engine.drafting.device_proposer import MAX_FEW_ENTRIES, DraftRunner
 from draftproof.engine.drafting.policy import DraftModel, DraftPolicy, DraftRun, StepObservation
 from draftproof.engine.drafting.run_ahead import StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
@@ -37,10 +44,12 @@ class Steps:
         adaptive: bool = True,
         timed: bool = True,
         draft_seconds: float = 0.0,
+        draft_rounds: int = 1,
         **options: Any,
     ) -> None:
         """Start the requests."""
-        cost = StepCost(seconds, learns=False, draft_seconds={count: draft_seconds})
+        drafting = {count: draft_seconds}
+        cost = StepCost(seconds, learns=False, draft_seconds=drafting, draft_rounds=draft_rounds)
         self.policy = DraftPolicy(count, cost, sources=("head", "search"), **options)
         self.policy.set_cost(cost, timed)
         self.slots, self.count, self.clock = np.arange(count), count, 0.0
@@ -193,6 +202,43 @@ def test_member_model_runs_half_the_rounds_and_a_fixed_batch_all() -> None:
     assert Steps(FLAT, model=alone, asynchronous=True).step().rounds == K
 
 
+@pytest.mark.parametrize(("accepted", "rounds"), [(1.0, K), (0.5, 2)])
+def test_head_runs_fewer_rounds_where_later_drafts_are_seldom_accepted(accepted: float, rounds: int) -> None:
+    """A round takes a quarter of a step, so two rounds gain more than four unless all drafts are accepted."""
+    alone = DraftModel(source=0, is_member=False, rounds=K)
+    steps = Steps(
+        FLAT | {128: 1.0}, count=16, model=alone, asynchronous=True, draft_seconds=1.0, draft_rounds=K
+    )
+    for _ in range(100):
+        steps.step(accepted=accepted)
+    chosen = [steps.step(accepted=accepted) for _ in range(8)]
+    assert {decision.rounds for decision in chosen} == {rounds}
+    assert all(decision.drafts.max() <= rounds for decision in chosen)
+
+
+def test_one_request_for_which_all_rounds_pay_does_not_make_them_run_for_all() -> None:
+    alone = DraftModel(source=0, is_member=False, rounds=K)
+    steps = Steps(
+        FLAT | {128: 1.0}, count=16, model=alone, asynchronous=True, draft_seconds=1.0, draft_rounds=K
+    )
+    accepted = np.array([1.0] + [0.5] * 15)
+    for _ in range(100):
+        decision = steps.step(accepted=accepted)
+    assert decision.rounds == 2
+
+
+def test_captured_rounds_hold_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = object.__new__(DraftRunner)
+    for k, member in product((1, 2, 3, 4, 5, 8, 16), (False, True)):
+        monkeypatch.setattr(DraftRunner, "is_gated", member)
+        runner.k = k
+        choices = ((k + 1) // 2, k) if member else round_counts(k)
+        for count, has_prompts in product((1, MAX_FEW_ENTRIES, MAX_FEW_ENTRIES + 1), (False, True)):
+            captured = [runner.captured_rounds(count, rounds, has_prompts) for rounds in range(k + 1)]
+            assert captured[0] == 0 and all(rounds <= found <= k for rounds, found in enumerate(captured))
+            assert all(captured[rounds] == rounds for rounds in choices if count > MAX_FEW_ENTRIES)
+
+
 def test_member_model_is_skipped_while_all_granted_drafts_are_accepted_copies() -> None:
     steps = Steps(FLAT, model=MEMBER, asynchronous=True)
     steps.step(source=1)
@@ -214,13 +260,21 @@ def test_member_model_runs_if_the_requests_that_do_not_copy_gain_its_cost() -> N
 
 
 def test_member_model_runs_for_fewer_requests_if_more_of_its_drafts_are_accepted() -> None:
-    steps = Steps(FLAT, count=8, model=MEMBER, asynchronous=True, draft_seconds=0.25)
+    steps = Steps(FLAT, count=8, model=MEMBER, asynchronous=True, draft_seconds=0.5)
     some = np.array([0] * 4 + [1] * 4)
     for accepted, rounds in ((0.25, 0), (1.0, 2)):
         for _ in range(100):
             steps.step(source=0, accepted=accepted)
         steps.step(source=1, accepted=some)
         assert steps.step(source=0).rounds == rounds
+
+
+def test_member_model_runs_for_a_quarter_of_the_requests_if_its_rounds_take_a_fifth_of_a_step() -> None:
+    steps = Steps(FLAT, count=8, model=MEMBER, asynchronous=True, draft_seconds=0.2)
+    for num_gaining, rounds in ((1, 0), (2, 2)):
+        steps.step(source=1)
+        steps.step(source=1, accepted=np.array([0] * num_gaining + [1] * (8 - num_gaining)))
+        assert steps.step(source=1).rounds == rounds
 
 
 def test_new_request_is_taken_to_copy_where_most_requests_do() -> None:

@@ -86,6 +86,15 @@ def test_draft_seconds_are_corrected_by_steps_with_and_without_the_model() -> No
     assert cost.draft_seconds(8) == pytest.approx(0.4, abs=0.08)
 
 
+def test_fewer_rounds_cost_their_share_of_those_timed() -> None:
+    cost = StepCost(TABLE, draft_seconds={8: 0.4}, draft_rounds=4)
+    assert [cost.draft_seconds(8, rounds) for rounds in (0, 1, 2, 4)] == pytest.approx([0.4, 0.1, 0.2, 0.4])
+    for i in range(2000):  # two rounds take as long as predicted
+        drafting = 8 * (i // 3 % 2)
+        cost.observe(8, 100, 1.3 + (0.2 if drafting else 0.0), drafting, rounds=2 if drafting else 0)
+    assert cost.draft_seconds(8) == pytest.approx(0.4, abs=0.02)
+
+
 EXPERTS = ModelConfig(
     "Qwen3MoeForCausalLM", 1000, 64, 2, 4, 2, 16, 64, moe=MoeConfig(Routing(32, 4), intermediate_size=48)
 )

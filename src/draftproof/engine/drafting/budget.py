@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftproof.array_types import Ints
+from draftproof.array_types import Floats64, Ints
 from draftproof.engine.drafting import budget_kernels
 from draftproof.engine.drafting.budget_kernels import (
     ASSIGNED,
@@ -150,13 +150,18 @@ class DraftBudget:
             self._columns, self._posteriors, lines, max_drafts, decay
         )
         flat_gains.sort()  # NumPy's sort is faster than numba's
+        table = cost.table_for(len(slots), self._draft_context)
+        width = gains.shape[1]
+        if draft_cost and len(slots) > 1 and cost.draft_rounds > 1:
+            width, gains, flat_gains, draft_cost = self._choose_rounds(gains, flat_gains, rows, table)
+            max_drafts = np.minimum(max_drafts, width)
         next_probe = self._last_probe + self._probe_interval(len(slots), draft_cost)
         is_probe_due = self._num_steps >= next_probe
         found: budget_kernels.Assignment = budget_kernels.plan_drafts(
             self._columns, self._posteriors, lines, max_drafts, gains, flat_gains, rows,
-            cost.table_for(len(slots), self._draft_context), context, floor, draft_cost, is_probe_due,
+            table, context, floor, draft_cost, is_probe_due,
         )  # fmt: skip
-        self._new_request_drafts = found.new_request_drafts
+        self._new_request_drafts = min(found.new_request_drafts, width)
         self._hold(slots, found.assigned, found.num_assigned)
         if is_probe_due:
             self._last_probe = self._num_steps
@@ -169,6 +174,26 @@ class DraftBudget:
             self._last_plain_step = self._num_steps
             self._hold_left = min(MAX_HOLD_STEPS, max(0, next_probe - self._num_steps - 1))
         return found.drafts
+
+    def _choose_rounds(
+        self, gains: Floats64, flat_gains: Floats64, rows: int, table: Floats64
+    ) -> tuple[int, Floats64, Floats64, float]:
+        """Return the drafts that a request may have, their gains, flat too, and the draft model's seconds.
+
+        Of many requests one is likely to gain from all rounds, and a round takes as long for it as for all.
+        """
+        num_requests, best, best_speedup = len(gains), (0, gains, flat_gains, 0.0), 0.0
+        for rounds in round_counts(self._cost.draft_rounds):
+            seconds, width = self._cost.draft_seconds(num_requests, rounds), min(rounds, gains.shape[1])
+            some = (gains, flat_gains) if width == gains.shape[1] else _first_drafts(gains, width)
+            _, speedup = budget_kernels.best_draft_count(
+                table, some[1], rows, num_requests, self._context, self._floor, seconds, width
+            )
+            if speedup > best_speedup:
+                best, best_speedup = (width, *some, seconds), speedup
+            if width == gains.shape[1]:
+                break
+        return best
 
     def pass_step(self) -> None:
         """Count a step without a choice and without drafts."""
@@ -245,3 +270,15 @@ class DraftBudget:
         for lines, granted, accepted, had_probes in self._results:
             budget_kernels.record_windows(self._columns, lines, granted, accepted, had_probes)
         self._results.clear()
+
+
+def round_counts(k: int) -> tuple[int, ...]:
+    """Return the numbers of rounds of a draft model that are chosen from: 2, 3, half of `k`, and `k`."""
+    return tuple(sorted({min(2, k), min(3, k), (k + 1) // 2, k}))
+
+
+def _first_drafts(gains: Floats64, count: int) -> tuple[Floats64, Floats64]:
+    """Return the gains of the first `count` drafts of each request, and those above 0, ascending."""
+    first = gains[:, :count].copy()
+    flat = np.sort(first, axis=None)
+    return first, flat[np.searchsorted(flat, 0.0, "right") :]

@@ -279,6 +279,7 @@ def compile_kernels() -> None:
     signatures: list[tuple[Any, str]] = [
         (expected_gains, f"{state},{ints},{ints},f8"),
         (draft_gains, f"{state},{ints},{ints},i8"),
+        (best_draft_count, f"{matrix},{reals},i8,i8,f8,f8,f8,i8"),
         (choose_drafts, f"i8[:,::1],{ints},{ints},{choice}"),
         (plan_drafts, f"{state},{ints},{ints},{choice},b1"),
         (record_windows, f"i8[:,::1],{ints},{ints},{ints},b1"),

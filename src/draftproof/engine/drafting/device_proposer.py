@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftproof.engine.drafting.budget import round_counts
 from draftproof.engine.drafting.policy import DraftDecision, DraftRun
 from draftproof.engine.sequence import StepPlan
 from draftproof.engine.slots import Slots
@@ -77,6 +78,13 @@ class DraftRunner:
     def is_gated(self) -> bool:
         """Return whether the model is a member of a hybrid."""
         return self.proposer is not None and self.proposer.model_source >= 0
+
+    @property
+    def timed_rounds(self) -> int:
+        """Return how many rounds are timed at start-up."""
+        if self.proposer is not None and self.proposer.stops_early:
+            return 1
+        return (self.k + 1) // 2 if self.is_gated else self.k
 
     def run_parallel(self, function: Callable[[], T], features: StepFeatures) -> Callable[[], T]:
         """Run the logprobs of a step beside the drafts at its end, which do not need them."""
@@ -196,14 +204,14 @@ class DraftRunner:
     def captured_rounds(self, count: int, rounds: int, has_prompts: bool = False) -> int:
         """Return the smallest captured number of rounds that is at least `rounds`.
 
-        Of few entries powers of two and 3/4 of them are captured. Of more entries, or beside prompts, all K
-        rounds are, and half of them for a member of a hybrid.
+        Of few entries powers of two and 3/4 of them are captured. Of more entries, or beside prompts, those
+        are that the policy chooses from: `round_counts`, or for a member of a hybrid half of K and all K.
         """
         if not rounds:
             return 0
         if count > MAX_FEW_ENTRIES or has_prompts:
-            half = (self.k + 1) // 2
-            rounds = half if self.is_gated and rounds <= half else self.k
+            counts = ((self.k + 1) // 2, self.k) if self.is_gated else round_counts(self.k)
+            return min(count for count in counts if count >= rounds)
         power = 1 << (rounds - 1).bit_length()
         return min(self.k, power * 3 // 4 if rounds <= power * 3 // 4 else power)
 

@@ -3,16 +3,17 @@
 docs/drafting.md has the formulas, and every place that limits the number of drafts.
 
 A draft model that is a member of a hybrid runs half of the rounds, rounded up, where a search extends its
-drafts. It is skipped while its rounds would lower the tokens per second: a request that copies gains nothing
-from them, any other one the mean of the model's accepted drafts. A request copies if all drafts granted to
-its last window, even a single one, came from a search and were accepted: the model's could not have added a
-token. A new request is taken to do what most requests do. Where each round is waited for (the CPU), the model
-itself stops when another round costs more than it is expected to gain; `decide` gives it both costs, in
-tokens.
+drafts. It is skipped while its rounds would lower the mean speed of the requests: one that copies gains
+nothing from them, any other one the mean of the model's accepted drafts. A request copies if all drafts
+granted to its last window, even a single one, came from a search and were accepted: the model's could not
+have added a token. A new request is taken to do what most requests do. Where each round is waited for (the
+CPU), the model itself stops when another round costs more than it is expected to gain; `decide` gives it both
+costs, in tokens.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -165,13 +166,15 @@ class DraftPolicy:
         return DraftDecision(drafts, min(max_drafts, model.rounds))
 
     def _does_model_raise_speed(self, slots: Ints, drafts: Ints, keys: int) -> bool:
-        """Return whether the rounds of a member's model are expected to raise the tokens per second."""
-        is_copying, cost = self._is_copying[slots], self.cost
-        num_tokens = len(slots) + int(drafts[is_copying].sum())  # per step, without the model
-        num_gaining = np.count_nonzero(drafts[~is_copying])
-        seconds = cost.row_seconds(len(slots) + int(drafts.sum())) + cost.context_seconds(keys, len(slots))
-        gain = num_gaining * max(MIN_MODEL_GAIN_TOKENS, self._model_gain)
-        return bool(gain * seconds > cost.draft_seconds(len(slots)) * num_tokens)
+        """Return whether the rounds of a member's model are expected to raise the mean speed of requests.
+
+        The mean is geometric, as in `budget_kernels.best_draft_count`.
+        """
+        count, cost = len(slots), self.cost
+        num_gaining = np.count_nonzero(drafts[~self._is_copying[slots]])
+        seconds = cost.row_seconds(count + int(drafts.sum())) + cost.context_seconds(keys, count)
+        gain = num_gaining / count * math.log1p(max(MIN_MODEL_GAIN_TOKENS, self._model_gain))
+        return bool(gain > math.log1p(cost.draft_seconds(count) / seconds))
 
     def _num_drafts(self, slots: Ints, room: Ints | None, keys: int, refresh: bool) -> Ints:
         limit = self.limit[slots]
@@ -200,7 +203,7 @@ class DraftPolicy:
         if self.cost.learns and is_clean and not plan.has_prompts:
             drafting = 0 if run.seconds else run.requests
             seconds, num_drafts = device - run.seconds, plan.num_drafts
-            self.cost.observe(plan.num_rows, step.num_keys, seconds, drafting, num_drafts)
+            self.cost.observe(plan.num_rows, step.num_keys, seconds, drafting, num_drafts, run.rounds)
         if plan.num_drafts:
             self._observe_drafts(step)
         if self._is_timed and self._model is not None and not self.run_ahead.asynchronous:

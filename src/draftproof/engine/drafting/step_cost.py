@@ -61,11 +61,13 @@ class StepCost:
         interpolate: bool = False,
         learns: bool = True,
         draft_seconds: Mapping[int, float] = NO_DRAFT_SECONDS,
+        draft_rounds: int = 1,
     ) -> None:
         """Build the table from timed steps.
 
         seconds: of an empty step by rows. Steps of other sizes are padded to the next of them, or, with
-        `interpolate`, run as they are. draft_seconds: of the draft model by requests, besides storing KV.
+        `interpolate`, run as they are. draft_seconds: of `draft_rounds` rounds of the draft model by
+        requests, besides storing KV.
         """
         self.learns = learns
         self._sizes = sorted(seconds)
@@ -80,8 +82,9 @@ class StepCost:
         self._draft_influence = np.triu(self._influence)  # of a step with drafts: not on smaller sizes
         self._draft_requests = sorted(draft_seconds)
         self._draft_seconds = [draft_seconds[count] for count in self._draft_requests]
+        self.draft_rounds = draft_rounds
         self._host_seconds = 0.0
-        self._last_kind, self._num_alike = (0, 0, False), 0
+        self._last_kind, self._num_alike = (0, 0, False, 0), 0
         self._reset()
 
     @classmethod
@@ -120,23 +123,29 @@ class StepCost:
         self._host_seconds += HOST_RATE * (seconds - self._host_seconds)
 
     def observe(
-        self, rows: int, keys: int, seconds: float, num_drafting: int = 0, num_drafts: int = 0
+        self,
+        rows: int,
+        keys: int,
+        seconds: float,
+        num_drafting: int = 0,
+        num_drafts: int = 0,
+        rounds: int = 0,
     ) -> None:
         """Take in a step with `num_drafts` drafts.
 
-        num_drafting: requests that the draft model ran for behind it.
+        num_drafting: requests that the draft model ran for behind it. rounds: of it; 0: as many as timed.
         """
         at = bisect_left(self._rows, rows)
         if not self.learns or at == len(self._rows) or keys <= 0 or seconds <= 0:
             return
-        kind = at, num_drafting, num_drafts > 0
+        kind = at, num_drafting, num_drafts > 0, rounds
         self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
         self._last_kind = kind
         if self._num_alike <= FIRST_STEPS or self._num_alike % STEP_INTERVAL == 0:
-            self._correct(rows, keys, seconds, num_drafting, num_drafts)
+            self._correct(rows, keys, seconds, num_drafts, self.draft_seconds(num_drafting, rounds))
 
-    def _correct(self, rows: int, keys: int, seconds: float, num_drafting: int, num_drafts: int) -> None:
-        draft, requests, has_drafts = self.draft_seconds(num_drafting), rows - num_drafts, num_drafts > 0
+    def _correct(self, rows: int, keys: int, seconds: float, num_drafts: int, draft: float) -> None:
+        requests, has_drafts = rows - num_drafts, num_drafts > 0
         context, draft_keys = self.context_seconds(keys, requests), 0.0
         if self._interpolate:
             draft_keys = num_drafts * keys / requests
@@ -172,7 +181,7 @@ class StepCost:
         influence = self._draft_influence if has_drafts else self._influence
         self._correction += rate * error / self._base[size] * influence[size]
         np.maximum(self._correction, MIN_CORRECTION, out=self._correction)
-        if num_drafting:
+        if draft:
             self._draft_overhead += DRAFT_RATE * error
         else:  # it may be cheaper by now, which is not observed while the model does not run
             self._draft_overhead *= 1 - DRAFT_DECAY
@@ -227,13 +236,17 @@ class StepCost:
         """Return the seconds up to which the rows of a step are hidden behind the host's part."""
         return max(0.0, HOST_FLOOR_SHARE * self._host_seconds - context_seconds)
 
-    def draft_seconds(self, requests: int) -> float:
-        """Return the seconds of the draft model for so many requests, besides storing KV."""
+    def draft_seconds(self, requests: int, rounds: int = 0) -> float:
+        """Return the seconds of the draft model for so many requests, besides storing KV.
+
+        rounds: 0: as many as were timed.
+        """
         if not self._draft_requests or not requests:
             return 0.0
         at = min(bisect_left(self._draft_requests, requests), len(self._draft_requests) - 1)
         timed = self._draft_seconds[at]
-        return max(MIN_DRAFT_SHARE * timed, timed + self._draft_overhead) if timed else 0.0
+        share = rounds / self.draft_rounds if rounds else 1.0
+        return share * max(MIN_DRAFT_SHARE * timed, timed + self._draft_overhead) if timed else 0.0
 
     def size(self, rows: int) -> int:
         """Return the rows of the timed step that `rows` fit into; 0 if none is that large."""

@@ -92,12 +92,13 @@ class WarmUp:
         if not runner.runs_every_step or runner.proposer is None:
             return {}
         num_slots, k = runner.slots.columns.draft.shape
-        rounds = 1 if runner.proposer.stops_early else (k + 1) // 2 if runner.is_gated else k
         found = {}
         for count in (n for n in sizes if n <= num_slots):
             rows = self._ops.runtime.bucket(count * (1 + k))
             entries = runner.captured_entries(count, rows)
-            drafting, storing = (self.time_drafts(rows, entries, DraftSpec(n)) for n in (rounds, 0))
+            drafting, storing = (
+                self.time_drafts(rows, entries, DraftSpec(n)) for n in (runner.timed_rounds, 0)
+            )
             found[count] = max(0.0, drafting - storing)
         return found
 
