@@ -128,6 +128,14 @@ def test_few_rows_need_two_launches_a_round(proposer: Eagle3Proposer, entries: i
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("entries", [1, 16])
+def test_logprobs_of_drafts_need_two_launches(proposer: Eagle3Proposer, entries: int) -> None:
+    plain = launches_of(proposer, entries).found.copy()
+    found = launches_of(proposer, entries, needs_logprobs=True, top=5)
+    added = {name: n for name, n in (found.found - plain).items() if name != "aten.transpose.int"}  # a view
+    assert added == {"logprob_scan_kernel": 1, "logprob_finish_kernel": 1} and not found.waits, added
+
+
 def test_many_rows_need_few_launches_more(proposer: Eagle3Proposer) -> None:
     found = launches_of(proposer, 64).found
     assert found["fused_layers_kernel"] == K == found["lm_head_sample_kernel"] and found.total() <= 17, found

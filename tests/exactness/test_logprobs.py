@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from draftproof.engine.engine import Engine
-from draftproof.engine.step import logprob_pass
 from draftproof.engine.step.step_results import StepResults, add_named
 from draftproof.errors import RequestError
 from draftproof.ops import Rows
+from draftproof.ops.contract.sampling import SamplingOps
 from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
 from opcheck import bits, importable
@@ -258,10 +258,9 @@ def test_draft_records_hold_every_draft(mode: str, overlap: bool) -> None:
 
 
 def test_control_logprobs_at_rows_of_other_drafts_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = logprob_pass._draft_rows
-    monkeypatch.setattr(
-        logprob_pass, "_draft_rows", lambda *given: (whole(*given)[0].roll(1), whole(*given)[1])
-    )
+    whole = SamplingOps.draft_logprobs
+    other = lambda self, logits, *given, **more: whole(self, logits.roll(1, 0), *given, **more)  # noqa: E731
+    monkeypatch.setattr(SamplingOps, "draft_logprobs", other)
     with pytest.raises(AssertionError):
         test_draft_records_hold_every_draft("raw", True)
 

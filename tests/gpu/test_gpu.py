@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ import kv_checks
 import tiny
 from draftproof import SamplingParams
 from draftproof.engine.slots import Slots
-from draftproof.ops import Attention, AttentionShape, Rows, resolve
+from draftproof.ops import Attention, AttentionShape, DraftVocab, Rows, TokenLogprobs, resolve
 from draftproof.ops.triton.gemm.cublas import FP32_CALL_KINDS
-from exact import Batch, Case, Setup
+from draftproof.propose.draft_rounds import DraftRounds
+from draftproof.types import Windows
+from exact import OPTIONS, Batch, Case, Setup
 from exact_matrix import GRAMMAR_MATRIX, MATRIX, MXFP4_MATRIX, check, named
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -132,6 +135,81 @@ def test_head_drafts_are_captured_with_fused_kernels(
         )
         steps = [step for record in batch.records.values() for step in record.steps]
         assert sum(step.num_draft for step in steps) > 20
+
+
+@pytest.mark.parametrize("width", [16384, 49152])
+@torch.inference_mode()
+def test_logprobs_of_drafts_have_the_bits_of_a_single_row(width: int) -> None:
+    """Compare stored logits with those of `linear`, and logprobs of many drafts with those of one alone.
+
+    A row is divided by its temperature in the kernel, or before it where another request truncates.
+    """
+    ops, hidden, vocab, most = resolve("triton", torch.device("cuda")), 576, 49152, 256
+    packed = ops.forward.pack_linear((torch.randn(width, hidden, device="cuda") / hidden**0.5).bfloat16())
+    norm, ids, part = torch.rand(hidden, device="cuda").bfloat16(), None, None
+    if width < vocab:
+        ids = torch.randperm(vocab, device="cuda")[:width].sort().values
+        places = torch.full((vocab,), -1, device="cuda")
+        part = DraftVocab(ids, places.index_copy_(0, ids, torch.arange(width, device="cuda")))
+    slots = torch.arange(most, device="cuda")
+    columns: Any = SimpleNamespace(temperature=torch.rand(most, device="cuda") + 0.3, seed=slots)
+    x = 4 * torch.randn(most, hidden, device="cuda").bfloat16()
+    normed = ops.forward.rms_norm(x, norm, 1e-5)
+    alone = torch.cat([ops.forward.linear(normed[i : i + 1], packed, torch.float32) for i in range(most)])
+
+    def logprobs(logits: Tensor, line: Tensor, drafts: Tensor, is_divided: bool) -> TokenLogprobs:
+        shape = len(line), 5
+        ranks, values = torch.empty_like(line), torch.empty((len(line), 6), device="cuda")
+        out, temperature = TokenLogprobs(values, line.new_empty(shape), ranks), columns.temperature
+        if is_divided:
+            logits, temperature = logits / temperature[line][:, None], None
+        given = line[None], drafts[None]
+        ops.sampling.draft_logprobs(logits, *given, 5, out, temperature=temperature, vocab=part)
+        return out
+
+    for count in (1, 5, 16, 24, 64, 200, 256):
+        line, drafts = slots[:count], torch.zeros_like(slots[:count])
+        windows = Windows(columns, line, line, line, line, line, line, line)
+        logits = torch.empty((count, width), device="cuda")
+        given = x[:count], None, norm, 1e-5, packed, ids, windows, False, drafts
+        ops.rounds.lm_head_sample(*given, None, logits)
+        assert torch.equal(logits, alone[:count])
+        for i in (0, count // 2, count - 1):
+            own = logprobs(alone[i : i + 1], line[i : i + 1], drafts[i : i + 1], is_divided=False)
+            for is_divided in (False, True):
+                found = logprobs(logits, line, drafts, is_divided)
+                for mine, theirs in zip(own.tensors, found.tensors, strict=True):
+                    assert torch.equal(mine[0], theirs[i])
+
+
+def drafts_beside(options: list[str], method: str) -> list[Any]:
+    """Return the drafts of the first two requests of a batch, which do not truncate."""
+    spec = {"method": method, "model": heads.head(method), "num_speculative_tokens": 3, "adaptive": False}
+    cases = [Case(i, name, (0.7, 1.3)[i % 2], length=20, prompt=False) for i, name in enumerate(options)]
+    batch = Batch(cases, Setup("llama", "bfloat16", "triton", device="cuda"), spec, overlap=True)
+    assert batch.differences() == []
+    return [
+        (draft.token_id, draft.position, draft.draft_logprob, draft.draft_rank, draft.draft_top)
+        for name in ("0", "1")
+        for step in batch.records[name].steps
+        for draft in step.drafts or []
+    ]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_logprobs_of_drafts_do_not_depend_on_truncating_neighbours(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: logprobs over the whole vocabulary beside a request that truncates."""
+    fields = {"include_draft_logprobs": True, "logprobs": 3, "ignore_eos": True}
+    monkeypatch.setitem(OPTIONS, "ranked", fields)
+    monkeypatch.setitem(OPTIONS, "truncated", {**fields, "top_k": 5, "logprobs_mode": "processed"})
+    alone = drafts_beside(["ranked"] * 2, method)
+    assert len(alone) > 15 and drafts_beside(["ranked", "ranked", "truncated"], method) == alone
+    if method == "eagle3":  # its vocabulary is a part of the target's
+        sample = DraftRounds.sample
+        monkeypatch.setattr(DraftRounds, "sample", lambda self, j, logits, vocab: sample(self, j, logits))
+        assert drafts_beside(["ranked", "ranked", "truncated"], method) != alone
 
 
 def waits(speculative: dict[str, Any] | None) -> list[str]:

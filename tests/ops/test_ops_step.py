@@ -55,10 +55,12 @@ WRONG = {
     "sample": lambda given, result: result[1].clamp_(max=3),
     "commit": lambda given, result: given[4].pick_rows.clamp_(min=0),
     "logprobs": lambda given, result: result.ranks.clamp_(max=10),
+    "draft_logprobs": lambda given, result: given[4].values.nan_to_num_(0.0),
     "search_ngram": lambda given, result: result[1].clamp_(max=3),
     "select_drafts": lambda given, result: given[1].rejected.mul_(2),
     "search_suffix": lambda given, result: result[2].clamp_(max=1 << 15),
     "store_drafts": lambda given, result: given[0].draft_source.clamp_(min=0),
+    "store_ranking": lambda given, result: given[0].ranks.clamp_(max=4),
     "shift_rows": lambda given, result: result[1].clamp_(min=0),
     "lm_head_sample": lambda given, result: given[8].clamp_(max=3),
 }
@@ -71,8 +73,8 @@ def test_control_defect_in_an_op_is_detected(name: str, monkeypatch: pytest.Monk
     family = next(f for f in (ops.sampling, ops.step, ops.search, ops.rounds) if hasattr(f, name))
     right = getattr(family, name)
 
-    def wrong(*given: Any) -> Any:
-        result = right(*given)
+    def wrong(*given: Any, **options: Any) -> Any:
+        result = right(*given, **options)
         WRONG[name](given, result)
         return result
 

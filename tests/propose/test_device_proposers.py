@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 import heads
 import proposers
 from distribution import ALLOWED, ALPHA, engine_distribution, p_value
+from draftproof.propose import draft_ranks
 from draftproof.propose.draft_ranks import DraftRanks
 from draftproof.propose.head import HeadProposer, MtpProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft
 from exact import OPTIONS, Batch, Case, Setup, reference_run
-from tiny import engine, prompt, request, run
+from tiny import VOCAB, engine, prompt, request, run
 
 
 class TwoSources(proposers.DeviceFlaky):
@@ -102,8 +104,11 @@ def test_draft_logprobs_equal_target_logprobs_for_equal_weights(sampling, monkey
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_ranks_beside_the_rounds_equal_those_in_turn(kind, monkeypatch):
-    """The EAGLE-3 head has a reduced vocabulary. Control: rows of other entries."""
+def test_ranks_of_stored_logits_equal_those_in_turn(kind, monkeypatch):
+    """Compare logprobs of rounds together and one by one; the EAGLE-3 head has a reduced vocabulary.
+
+    Controls: logits of other entries, and of other rounds.
+    """
     fields = {"include_draft_logprobs": True, "logprobs": 3, "ignore_eos": True}
     monkeypatch.setitem(OPTIONS, "ranked", fields)
     cases = [Case(i, "ranked", heat, length=20, prompt=False) for i, heat in enumerate((0.0, 0.7, 1.3))]
@@ -116,14 +121,49 @@ def test_ranks_beside_the_rounds_equal_those_in_turn(kind, monkeypatch):
         return [draft for step in steps for draft in step.drafts or []]
 
     in_turn = drafts_of()
-    monkeypatch.setattr(HeadProposer, "_ranks_beside", lambda self, model: True)
-    beside = drafts_of()
-    assert len(beside) > 30 and len({draft.draft_rank for draft in beside}) > 3
-    assert beside == in_turn
-    rank = DraftRanks.add_beside
-    other_row = lambda self, j, slots, row, *rest: rank(self, j, slots, row.flip(0), *rest)  # noqa: E731
-    monkeypatch.setattr(DraftRanks, "add_beside", other_row)
-    assert drafts_of() != in_turn
+    monkeypatch.setattr(HeadProposer, "_stores_logits", lambda self, model: model.can_store_logits)
+    stored = drafts_of()
+    assert len(stored) > 30 and len({draft.draft_rank for draft in stored}) > 3
+    for one, other in zip(stored, in_turn, strict=True):  # a sum over fewer columns may round otherwise
+        assert math.isclose(one.draft_logprob, other.draft_logprob, abs_tol=1e-5)
+        tops = [[token for token, _ in each.draft_top] for each in (one, other)]
+        assert tops[0] == tops[1] and (one.token_id, one.draft_rank) == (other.token_id, other.draft_rank)
+    for limit in (1, 2 * 4 * 3 * VOCAB):  # one round or two at a time
+        monkeypatch.setattr(draft_ranks, "MAX_STORED_BYTES", limit)
+        assert drafts_of() == stored
+    monkeypatch.undo()
+    monkeypatch.setitem(OPTIONS, "ranked", fields)
+    monkeypatch.setattr(HeadProposer, "_stores_logits", lambda self, model: model.can_store_logits)
+    add = DraftRanks._add
+    for other in (lambda logits: logits.flip(0), lambda logits: logits.roll(1, 0)):
+        monkeypatch.setattr(
+            DraftRanks, "_add", lambda self, n, logits, *rest, by=other: add(self, n, by(logits), *rest)
+        )
+        assert drafts_of() != stored
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_ranks_do_not_depend_on_truncating_neighbours(kind, monkeypatch):
+    """Compare drafts of requests alone and beside one with top_k. Control: logits that are scaled twice."""
+    fields = {"include_draft_logprobs": True, "logprobs": 3, "ignore_eos": True}
+    monkeypatch.setitem(OPTIONS, "ranked", fields)
+    monkeypatch.setitem(OPTIONS, "truncated", {**fields, "top_k": 5, "logprobs_mode": "processed"})
+    monkeypatch.setattr(HeadProposer, "_stores_logits", lambda self, model: model.can_store_logits)
+    spec = {"method": kind, "model": heads.head(kind), "num_speculative_tokens": 3, "adaptive": False}
+
+    def drafts_of(options: Sequence[str]) -> list[Any]:
+        cases = [Case(i, name, (0.7, 1.3)[i % 2], length=20, prompt=False) for i, name in enumerate(options)]
+        batch = Batch(cases, Setup(), spec)
+        assert batch.differences() == []
+        records = [batch.records[str(i)] for i in range(2)]
+        return [draft for record in records for step in record.steps for draft in step.drafts or []]
+
+    alone = drafts_of(["ranked", "ranked"])
+    assert len(alone) > 15
+    assert drafts_of(["ranked", "ranked", "truncated"]) == alone
+    add = DraftRanks.add
+    monkeypatch.setattr(DraftRanks, "add", lambda self, logits, vocab, is_scaled: add(self, logits, vocab))
+    assert drafts_of(["ranked", "ranked", "truncated"]) != alone
 
 
 def check_tops_equal_target_rows(record: Any) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.ops import Layout, Ops, Rows
+from draftproof.ops import DraftVocab, Layout, Ops, Rows, TokenLogprobs
 from draftproof.ops.contract.draft_search import (
     BUCKET_WAYS,
     FIXED_ONE,
@@ -36,6 +36,7 @@ from draftproof.types import (
     Choice,
     DeviceBatch,
     Draft,
+    DraftRanking,
     LogitAdjust,
     Outcome,
     PlanColumns,
@@ -428,6 +429,53 @@ def logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 
 @check
+def draft_logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+    """Bits are those of `logprobs` at the row of each draft, of divided logits in the order of the ids."""
+    step = Step(seed, size)
+    rounds, count, slots = 1 + seed % 3, size.entries, len(step.columns.length)
+    owner, drafts = step.ints(-1, slots - 1, rounds, count), step.ints(-1, size.vocab - 1, rounds, count)
+    owner[0, -1], owner[-1, 0], drafts[-1, 0] = -1, 0, seed % 2
+    kinds, heat = step.ints(1, 2, slots), step.floats(slots).clamp(min=0.0)
+    heat[0] = 0.7
+    wide = max(2, size.vocab - 3) if seed % 2 else size.vocab
+    logits = step.logits(rounds * count)[:, :wide].nan_to_num(0.0, 5.0, -INF).contiguous()
+    logits[:, -1] = logits[:, 0]  # a tie
+    ids = torch.arange(size.vocab)
+    if wide < size.vocab:
+        ids = torch.cat([ids[:2], 2 + torch.randperm(size.vocab - 2, generator=step.random)[: wide - 2]])
+        ids = ids.sort().values
+    places = torch.full((size.vocab,), -1)
+    places[ids] = torch.arange(wide)
+    top, is_divided, has_kinds = (0, min(5, wide), 1)[seed % 3], seed % 4 != 1, seed % 4 > 1
+    shape = rounds * count
+    given = [torch.full((shape, 1 + top), -7.0), *(torch.full((shape, *of), 99) for of in ((top,), ()))]
+    out = copied(TokenLogprobs(*given), ops.device)
+    wider = torch.full((rounds, count + 3), POISON)  # rows of slots need not be adjacent
+    wider[:, :count] = owner
+    here = [x.to(ops.device) for x in (logits, wider, drafts, kinds, heat, ids, places)]
+    ops.sampling.draft_logprobs(
+        here[0], here[1][:, :count], here[2], top, out, kind=(here[3], 2) if has_kinds else None,
+        temperature=here[4] if is_divided else None,
+        vocab=DraftVocab(here[5], here[6]) if wide < size.vocab else None,
+    )  # fmt: skip
+    lines, tokens = owner.flatten(), drafts.flatten()
+    real = (lines >= 0) & (tokens >= 0) & (places[tokens.clamp(min=0)] >= 0)
+    if has_kinds:
+        real &= kinds[lines.clamp(min=0)] == 2
+    scaled, place = logits, places[tokens.clamp(min=0)].clamp(min=0)
+    if is_divided:
+        by = heat[lines.clamp(min=0)]
+        scaled = logits / torch.where(by > 0, by, 1.0)[:, None]
+    rows = torch.where(real, torch.arange(shape), -1)
+    own = [x.to(ops.device) for x in (scaled, rows, place)]
+    want = ops.sampling.logprobs(*own, top)
+    same(out.values[real], want.values[real], "values")
+    same(out.ids[real], ids[want.ids.cpu()[real]], "ids")
+    same(out.ranks[real], ref.sampling.logprobs(scaled, rows, place, top).ranks[real], "ranks")
+    assert bool(out.values[~real].isnan().all()) and not out.ids[~real].any() and not out.ranks[~real].any()
+
+
+@check
 def search_ngram(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     step = Step(seed, size)
     columns, held = copied(step.columns, ops.device), copied(step.columns, ref.device)
@@ -559,6 +607,30 @@ def store_drafts(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     all_same(plan, step.plan, "plan")
 
 
+@check
+def store_ranking(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
+    step = Step(seed, size)
+    lines, width, top = len(step.columns.length) + 1, 4, seed % 3
+    held = DraftRanking(
+        step.ints(0, 9, lines, size.k),
+        step.ints(0, 9, lines, size.k, width),
+        step.floats(lines, size.k, width),
+    )
+    shape = (size.k, size.entries)
+    found = DraftRanking(step.ints(1, 9, *shape), step.ints(0, 9, *shape, top), step.floats(*shape, 1 + top))
+    done = []
+    for by in (ref, ops):
+        mine, given = copied(held, by.device), copied(found, by.device)
+        ranks, ids, values = (
+            part.transpose(0, 1) for part in (given.ranks, given.top_ids, given.top_logprobs)
+        )
+        given = DraftRanking(ranks, ids, values[..., 1:])  # as `DraftRanks` returns them
+        slots = step.plan.slots.to(by.device)
+        by.step.store_ranking(mine, slots, given if seed % 4 else None)
+        done.append(DraftRanking(mine.ranks[:-1], mine.top_ids[:-1], mine.top_logprobs[:-1]))
+    all_same(done[1], done[0], "ranking")
+
+
 def committed(step: Step, seed: int) -> Rows:
     """Return the rows of a step that has been committed."""
     rows, logits = step.room(spare_of(seed))
@@ -593,7 +665,10 @@ def shift_rows(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 @check
 def lm_head_sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """Tokens are those of norm, LM head and sampling op by op, with the probability of each."""
+    """Tokens are those of norm, LM head and sampling op by op, with the probability of each.
+
+    The logits are those of `linear` on normed rows, bit for bit.
+    """
     step = Step(seed, size)
     windows = step.windows(spare_of(seed), ops.device)
     if seed % 6 in (2, 5):  # no entry has a budget, or one alone has
@@ -610,7 +685,7 @@ def lm_head_sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     x, weight, norm = (part.to(ops.device, dtype) for part in (x, weight, norm))
     packed = ops.forward.pack_linear(weight)
     ids, at = (None if part is None else part.to(ops.device) for part in (ids, at))
-    tokens, rows, sure = [], [], []
+    tokens, rows, sure, logits = [], [], [], []
     if seed % 6 == 1:
         windows.columns.temperature.zero_()
     for call in (partial(TorchRounds.lm_head_sample, ops.rounds), ops.rounds.lm_head_sample):
@@ -618,10 +693,14 @@ def lm_head_sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         tokens.append(out(count))
         sure.append(torch.full((count,), -1.0, device=ops.device) if seed % 5 != 2 else None)
         given = x.clone(), at, norm, 1e-5, packed, ids, windows, seed % 4 == 3, tokens[-1], sure[-1]
-        rows.append(call(*given))
+        logits.append(torch.full((count, wide), -7.0, device=ops.device) if seed % 3 else None)
+        rows.append(call(*given, logits[-1]))
         out.check()
     same(tokens[1], tokens[0], "drafts")
     real = windows.slot >= 0
+    for stored in (part for part in logits if part is not None):
+        used = ops.forward.linear(ops.forward.rms_norm(rows[0], norm, 1e-5), packed, torch.float32)
+        same(stored[real], used[real], "logits")
     same(rows[1][real].float(), rows[0][real].float(), "rows")
     if sure[0] is not None and sure[1] is not None:
         assert torch.allclose(sure[1][real], sure[0][real], rtol=1e-4, atol=1e-6)

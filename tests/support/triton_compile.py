@@ -28,6 +28,7 @@ from draftproof.models.layers import run_layers
 from draftproof.ops import (
     Attention,
     AttentionShape,
+    DraftVocab,
     KVLayout,
     LatentAttention,
     Layer,
@@ -35,6 +36,7 @@ from draftproof.ops import (
     Moe,
     Routing,
     Rows,
+    TokenLogprobs,
 )
 from draftproof.ops.contract.draft_search import AcceptanceRecord, DraftCandidate, SuffixOptions
 from draftproof.ops.contract.kv_layout import KV_FORMATS
@@ -46,7 +48,7 @@ from draftproof.ops.triton.backend import TritonOps
 from draftproof.ops.triton.gemm.weight import FOUR_BITS, PackedLinear
 from draftproof.ops.triton.graphs import TritonRuntime
 from draftproof.ops.triton.latent.attention import MIN_FP32_SHARED_BYTES
-from draftproof.types import TOKENS, Choice, DeviceBatch, Draft, Outcome, Windows
+from draftproof.types import TOKENS, Choice, DeviceBatch, Draft, DraftRanking, Outcome, Windows
 from no_gpu import Chip
 
 CPU = torch.device("cpu")
@@ -195,6 +197,9 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
     for top in (0, 5, 20, 64):
         ops.sampling.logprobs(logits, ints, ints, top)
     ops.sampling.logprobs(logits, ints, ints, 0, None, ints[:, None].expand(-1, 8))
+    of_rows = TokenLogprobs(torch.empty((rows, 1)), torch.empty((rows, 0), dtype=torch.int64), ints)
+    kind = made.columns.draft_kind, 1
+    ops.sampling.draft_logprobs(logits, ints[None], ints[None], 0, of_rows, kind=kind)
     batch = DeviceBatch(made.columns, made.plan.slots, made.plan.budget)
     tokens, count, _ = ops.search.search_ngram(batch, 1, 16)
     pool, rule = pool_of(made), SuffixOptions(2, 1.0, 0.1)
@@ -228,8 +233,25 @@ def drafts(ops: TritonOps, entries: int, k: int, vocab: int, hidden: int, column
     x, norm = torch.empty((entries, hidden), dtype=torch.bfloat16), torch.empty(hidden, dtype=torch.bfloat16)
     packed = ops.forward.pack_linear(torch.empty((columns, hidden), dtype=torch.bfloat16))
     ids = torch.zeros(columns, dtype=torch.int64) if columns < vocab else None
-    for at, greedy in ((None, False), (last, False), (None, True)):
-        ops.rounds.lm_head_sample(x, at, norm, 1e-6, packed, ids, windows, greedy, ahead.tokens[0])
+    stored = torch.empty((k, entries, columns))
+    for at, greedy, logits in ((None, False, None), (last, False, stored[0]), (None, True, None)):
+        given = x, at, norm, 1e-6, packed, ids, windows, greedy, ahead.tokens[0]
+        ops.rounds.lm_head_sample(*given, None, logits)
+    part = None if ids is None else DraftVocab(ids, torch.zeros(vocab, dtype=torch.int64))
+    held = [torch.zeros((entries + 1, k, *of), dtype=torch.int64) for of in ((), (64,))]
+    for top in (0, 5):
+        values = torch.empty((k * entries, 1 + top))
+        best, ranks = torch.zeros((k * entries, top), dtype=torch.int64), ahead.tokens.new_empty(k * entries)
+        ops.sampling.draft_logprobs(
+            stored.view(-1, columns), ahead.slots, ahead.tokens, top, TokenLogprobs(values, best, ranks),
+            temperature=made.columns.temperature, vocab=part,
+        )  # fmt: skip
+        shape = (k, entries)
+        found = [each.view(*shape, -1).transpose(0, 1) for each in (ranks, best, values)]
+        ranking = DraftRanking(found[0][..., 0], found[1], found[2][..., 1:])
+        ops.step.store_ranking(
+            DraftRanking(*held, torch.zeros((entries + 1, k, 64))), line, ranking if top else None
+        )
     ops.forward.embed_norm_concat(
         line, torch.empty((vocab, hidden), dtype=torch.bfloat16), norm, x, norm, 1e-6
     )

@@ -23,6 +23,7 @@ from draftproof.ops.contract.sampling import STREAM_SAMPLE as STREAM_SAMPLE
 from draftproof.ops.contract.sampling import STREAM_SYNTHETIC as STREAM_SYNTHETIC
 from draftproof.ops.contract.types import Attention as Attention
 from draftproof.ops.contract.types import AttentionShape as AttentionShape
+from draftproof.ops.contract.types import DraftVocab as DraftVocab
 from draftproof.ops.contract.types import ExpertPart as ExpertPart
 from draftproof.ops.contract.types import LatentAttention as LatentAttention
 from draftproof.ops.contract.types import Layer as Layer

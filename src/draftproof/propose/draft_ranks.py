@@ -1,63 +1,92 @@
 """Logprobs, ranks and likeliest tokens of drafts by the drafter, for requests that report drafts.
 
-The next round needs the draft alone. So the logprobs of a round are computed beside the rounds that follow,
-where the drafter can give the logits of a row again.
+The next round needs the draft alone. So a head that samples without logits in memory stores them beside its
+drafts, and the logprobs of several rounds are one pass over them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from draftproof.ops import Ops, TokenLogprobs
+from draftproof.ops import DraftVocab, Ops, TokenLogprobs
+from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.types import DraftRanking
+
+MAX_STORED_BYTES = 1 << 28  # logits of rounds that wait for their pass
 
 
 class DraftRanks:
     """Logprobs of B drafts in each of K rounds, under the temperature of each request."""
 
-    def __init__(self, ops: Ops, scale: Tensor, rounds: int, top: int) -> None:
-        """Allocate the results; scale [B, 1]: divisor of the logits, top: likeliest tokens of each draft.
+    def __init__(self, ops: Ops, draft_rows: DraftRows, temperature: Tensor, top: int) -> None:
+        """Allocate the results; temperature [S], top: likeliest tokens of each draft.
 
-        Drafts of rounds that are not added have NaN as their logprob and rank 0.
+        Without a draft, also in rounds that are not added, the logprob is NaN and the rank 0.
         """
-        shape, device = (rounds, len(scale)), scale.device
-        self._ops, self._scale, self._top = ops, scale, top
-        self._values = torch.full((*shape, 1 + top), math.nan, device=device)
-        self._ids = torch.zeros((*shape, top), dtype=torch.int64, device=device)
-        self._ranks = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._entries = torch.arange(len(scale), device=device)
-        self._unfinished: list[Callable[[], None]] = []
-        self._rows: list[Tensor] = []  # input of unfinished rounds: the allocator must not reuse the memory
+        shape, device = draft_rows.tokens.shape, temperature.device
+        self._ops, self._draft_rows, self._temperature, self._top = ops, draft_rows, temperature, top
+        self._values = torch.empty((*shape, 1 + top), device=device)
+        self._ids = torch.empty((*shape, top), dtype=torch.int64, device=device)
+        self._ranks = torch.empty(shape, dtype=torch.int64, device=device)
+        self._count = 0  # rounds with logprobs
+        self._num_stored = 0  # rounds behind them whose logits wait in `_room`
+        self._room: Tensor | None = None  # [rounds, B, N]
+        self._vocab: DraftVocab | None = None  # of its columns
 
-    def add(self, j: int, slots: Tensor, scaled: Tensor, tokens: Tensor) -> None:
-        """Compute the logprobs of the drafts `tokens` [B] of round j; slots [B], -1: no draft.
+    def add(self, logits: Tensor, vocab: DraftVocab | None, is_scaled: bool = False) -> None:
+        """Compute the logprobs of the next round's drafts from logits [B, N] in `vocab`.
 
-        scaled [B, V]: logits over the temperature, truncated where a request does so.
+        is_scaled: the logits are over the temperature already, truncated where a request does so.
         """
-        rows = torch.where(slots >= 0, self._entries, -1)
-        out = TokenLogprobs(self._values[j], self._ids[j], self._ranks[j])
-        self._ops.sampling.logprobs(scaled, rows, tokens, self._top, out)
+        self._add_stored()
+        self._add(1, logits, vocab, None if is_scaled else self._temperature)
 
-    def add_beside(
-        self, j: int, slots: Tensor, row: Tensor, logits: Callable[[Tensor], Tensor], tokens: Tensor
-    ) -> None:
-        """Compute the logprobs of round j beside the ops that follow, which may overwrite row [B, hidden].
+    def room(self, width: int, vocab: DraftVocab | None) -> Tensor:
+        """Return memory [B, width] for the logits of the next round, which `add_room` then adds."""
+        if vocab is not self._vocab:
+            self._add_stored()
+        if self._room is None:
+            rounds, count = self._draft_rows.slots.shape
+            size = min(rounds - self._count, max(1, MAX_STORED_BYTES // (4 * count * width)))
+            self._room, self._vocab = self._values.new_empty((size, count, width)), vocab
+        return self._room[self._num_stored]
 
-        logits: of rows, [B, V].
-        """
-        row = row.clone()
-        self._rows.append(row)
-        self._unfinished.append(
-            self._ops.runtime.run_parallel(lambda: self.add(j, slots, logits(row) / self._scale, tokens))
+    def add_room(self) -> None:
+        """Add the round whose logits are in `room`; its drafts are made."""
+        assert self._room is not None
+        self._num_stored += 1
+        if self._num_stored == len(self._room):
+            self._add_stored()
+
+    def _add_stored(self) -> None:
+        if self._room is not None:
+            logits, count = self._room[: self._num_stored].flatten(0, 1), self._num_stored
+            self._room, self._num_stored = None, 0
+            self._add(count, logits, self._vocab, self._temperature)
+
+    def _add(self, count: int, logits: Tensor, vocab: DraftVocab | None, temperature: Tensor | None) -> None:
+        """Compute the logprobs of the next `count` rounds."""
+        rounds = slice(self._count, self._count + count)
+        self._count += count
+        values, ids, ranks = (part[rounds].flatten(0, 1) for part in (self._values, self._ids, self._ranks))
+        self._ops.sampling.draft_logprobs(
+            logits,
+            self._draft_rows.slots[rounds],
+            self._draft_rows.tokens[rounds],
+            self._top,
+            TokenLogprobs(values, ids, ranks),
+            temperature=temperature,
+            vocab=vocab,
         )
 
     def finish(self) -> tuple[Tensor, DraftRanking]:
         """Return the logprobs [B, K] of all drafts and their ranking."""
-        for join in self._unfinished:
-            join()
+        self._add_stored()
+        if self._count < len(self._ranks):
+            for part, none in ((self._values, math.nan), (self._ids, 0), (self._ranks, 0)):
+                part[self._count :].fill_(none)
         values, ids, ranks = (each.transpose(0, 1) for each in (self._values, self._ids, self._ranks))
         return values[..., 0], DraftRanking(ranks, ids, values[..., 1:])

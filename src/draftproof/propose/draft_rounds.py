@@ -11,7 +11,7 @@ samples with noise that no choice depended on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops import Ops, Rows
+from draftproof.ops import DraftVocab, Ops, Rows
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Calibration
 from draftproof.propose.draft_ranks import DraftRanks
@@ -50,9 +50,9 @@ class DraftRounds:
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.spec: DraftSpec = batch.spec
         self.draft_rows = ops.rounds.plan_draft_rows(batch, last, batch.spec.rounds, lag, page_size)
-        self._ranks: DraftRanks | None = None
+        self.ranks: DraftRanks | None = None  # logprobs of drafts, where they are read
         if batch.spec.needs_logprobs:
-            self._ranks = DraftRanks(ops, self._scale, len(self.draft_rows.tokens), batch.spec.top)
+            self.ranks = DraftRanks(ops, self.draft_rows, batch.columns.temperature, batch.spec.top)
         self._probs: list[Tensor] = []
         self.draft_probs: Tensor | None = None  # [B] the model's probability of each entry's last draft
         self._costs = batch.costs
@@ -93,8 +93,11 @@ class DraftRounds:
             draft=unused,
         )
 
-    def sample(self, j: int, logits: Tensor) -> None:
-        """Sample draft j of each entry from logits [B, V], as plain decoding would."""
+    def sample(self, j: int, logits: Tensor, vocab: DraftVocab | None = None) -> None:
+        """Sample draft j of each entry from logits [B, V], as plain decoding would.
+
+        With `vocab` logprobs of drafts are those of its ids; the logits of others are -inf.
+        """
         windows = self.windows(j)
         logprobs = self.ops.sampling.process_logits(logits, windows) if self.spec.needs_processed else None
         if self.greedy:
@@ -106,12 +109,14 @@ class DraftRounds:
         self.draft_rows.tokens[j].copy_(token)
         if self.draft_probs is None and not self.spec.needs_logprobs and not self.spec.needs_probs:
             return
-        if logprobs is None:
-            logprobs = logits / self._scale
-        if self._ranks is not None:
-            self._ranks.add(j, windows.slot, logprobs, token)
+        if self.ranks is not None:
+            ranked = logits if logprobs is None else logprobs
+            ranked = ranked if vocab is None else ranked.index_select(1, vocab.ids)
+            self.ranks.add(ranked, vocab, is_scaled=logprobs is not None)
             if self.draft_probs is None and not self.spec.needs_probs:
                 return
+        if logprobs is None:
+            logprobs = logits / self._scale
         logprobs = logprobs - self.ops.sampling.logsumexp(logprobs)[:, None]
         if self.draft_probs is not None:
             self.draft_probs.copy_(logprobs.gather(1, token[:, None])[:, 0].exp())
@@ -129,14 +134,6 @@ class DraftRounds:
     def _scale(self) -> Tensor:
         """Divisor [B, 1] of the logits: the temperature, or 1 where it is 0."""
         return torch.where(self._temperature > 0, self._temperature, 1.0)[:, None]
-
-    def rank_beside(self, j: int, row: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
-        """Compute the logprobs of draft j beside the ops that follow.
-
-        row [B, hidden]: rows that the drafts were sampled from. logits: of rows, [B, V].
-        """
-        assert self._ranks is not None
-        self._ranks.add_beside(j, self.draft_rows.slots[j], row, logits, self.draft_rows.tokens[j])
 
     def should_continue(self, j: int) -> bool:
         """Return whether another round follows draft j, and stop the chains for which it does not pay.
@@ -182,8 +179,8 @@ class DraftRounds:
             drafts = [line[:count] for line, count in zip(tokens, self._count, strict=True)]
             self._calibration.record(self.columns, self._lines, drafts, self._bins)
         logprobs = ranking = None
-        if self._ranks is not None:
-            logprobs, ranking = self._ranks.finish()
+        if self.ranks is not None:
+            logprobs, ranking = self.ranks.finish()
         probs = self._stack(self._probs, torch.zeros_like(self._probs[0])) if self._probs else None
         return Draft(self.draft_rows.tokens.t(), self.draft_rows.count, logprobs, probs, ranking=ranking)
 

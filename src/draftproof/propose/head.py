@@ -198,24 +198,26 @@ class HeadProposer(ModelProposer):
         self, rounds: DraftRounds, j: int, model: DraftHeadModel, row: Tensor, at: Tensor | None
     ) -> Tensor:
         """Sample draft j of each entry from row `at` of each, or from the rows; return those [B, hidden]."""
-        ranks = rounds.spec.needs_logprobs
-        if not rounds.needs_logits and (not ranks or self._ranks_beside(model)):
-            tokens = rounds.draft_rows.tokens[j]
-            row = model.sample(row, at, rounds.windows(j), self.greedy, tokens, rounds.draft_probs)
-            if ranks:
-                rounds.rank_beside(j, row, model.logits)
+        ranks, stores_logits = rounds.ranks, self._stores_logits(model)
+        if not rounds.needs_logits and (ranks is None or stores_logits):
+            logits = None if ranks is None else ranks.room(model.draft_vocab_size, model.draft_vocab)
+            tokens, windows = rounds.draft_rows.tokens[j], rounds.windows(j)
+            row = model.sample(row, at, windows, self.greedy, tokens, rounds.draft_probs, logits)
+            if ranks is not None:
+                ranks.add_room()
         else:
             row = row if at is None else row[at.clamp(min=0)]
-            rounds.sample(j, model.logits(row))
+            rounds.sample(j, model.logits(row), model.draft_vocab if stores_logits else None)
         self.num_rounds_run = j + 1
         return row
 
-    def _ranks_beside(self, model: DraftHeadModel) -> bool:
-        """Return whether logits for the logprobs of drafts are computed beside the next rounds.
+    def _stores_logits(self, model: DraftHeadModel) -> bool:
+        """Return whether a round whose drafts are reported stores the logits of the draft vocabulary.
 
-        They are computed twice then, which pays where the device runs both at once.
+        Logprobs then come from these columns alone, also where a request needs all logits: their bits must
+        not depend on the other requests.
         """
-        return self.env.ops.runtime.asynchronous and model.samples_without_logits
+        return self.env.ops.runtime.asynchronous and model.can_store_logits
 
 
 class MtpProposer(HeadProposer):

@@ -122,7 +122,8 @@ class DraftRunner:
         """Store drafts and what is known of them, for the slots [B]."""
         self.slots.ops.step.store_drafts(self.slots.columns, slots, budget, draft)
         self._store_probs(slots, draft)
-        self._store_ranking(slots, draft)
+        if self._ranking is not None:
+            self.slots.ops.step.store_ranking(self._ranking, slots, draft.ranking)
         self._store_matches(slots, draft)
 
     def _store_probs(self, slots: Tensor, draft: Draft) -> None:
@@ -150,20 +151,6 @@ class DraftRunner:
         if held is None:
             return None
         return DraftRanking(held.ranks[:-1], held.top_ids[:-1, :, :top], held.top_logprobs[:-1, :, :top])
-
-    def _store_ranking(self, slots: Tensor, draft: Draft) -> None:
-        """Store ranks and likeliest tokens of drafts; a draft without a distribution has rank 0."""
-        if self._ranking is None:
-            return
-        held, found = self._ranking, draft.ranking
-        lines = torch.where(slots < 0, len(held.ranks) - 1, slots)
-        if found is None:
-            held.ranks.index_fill_(0, lines, 0)  # `ranks[lines] = 0` would copy from the host
-            return
-        held.ranks[lines] = found.ranks
-        top = found.top_ids.shape[2]
-        held.top_ids[lines, :, :top] = found.top_ids
-        held.top_logprobs[lines, :, :top] = found.top_logprobs
 
     def _store_matches(self, slots: Tensor, draft: Draft) -> None:
         """Store how many tokens drafts have matched, where the next step is planned behind them."""

@@ -206,9 +206,11 @@ class DeviceStep:
         entries = self.drafting.captured_entries(len(planned.slots), rows)
         spec = self.drafting.spec(planned, decision, features, needs_probs)
         task = self.draft_task(rows, entries, spec, decision.costs)
-        if planned.has_prompts and task.key not in self.graphs.captured:  # too many sizes to capture
-            return task.function
-        return self.graphs.get(task)
+        if not planned.has_prompts or task.key in self.graphs.captured:
+            return self.graphs.get(task)
+        if spec.needs_logprobs:  # its launches take longer than the pass of a short prompt
+            return self.graphs.get_repeated(task)
+        return task.function  # too many sizes to capture
 
     def put(self, lines: Ints, budget: Ints, draft: Draft) -> None:
         """Store the drafts of a proposer on the host, for the slots `lines`."""

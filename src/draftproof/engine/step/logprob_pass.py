@@ -50,24 +50,20 @@ def logprob_pass(
 
     def write() -> None:
         for kind, top, num_named, out in token_parts:
-            rows = outcome.pick_rows
-            slot = windows.slot[rows.clamp(min=0)].clamp(min=0)  # [L]
+            rows, named = outcome.pick_rows, None
+            if num_named or len(token_parts) > 1:
+                slot = windows.slot[rows.clamp(min=0)].clamp(min=0)  # [L]
             if len(token_parts) > 1:
                 rows = torch.where(windows.columns.logprob_kind[slot] == kind, rows, -1)
-            named = windows.columns.named_ids[:, :num_named][slot] if num_named else None  # [L, M]
+            if num_named:
+                named = windows.columns.named_ids[:, :num_named][slot]  # [L, M]
             ops.sampling.logprobs(scores[kind], rows, outcome.pick_tokens, top, out, named)
+        slots, drafts = windows.slot[None], windows.draft[None]
         for kind, out in draft_parts:
-            rows, tokens = _draft_rows(windows, kind)
-            ops.sampling.logprobs(scores[kind], rows, tokens, 0, out)
+            of_kind = windows.columns.draft_kind, int(kind)
+            ops.sampling.draft_logprobs(scores[kind], slots, drafts, 0, out, kind=of_kind)
 
     return write
-
-
-def _draft_rows(windows: Windows, kind: LogprobKind) -> tuple[Tensor, Tensor]:
-    """Return the logits rows [L] of drafts with logprobs of this kind, others -1, and the drafts [L]."""
-    is_draft = (windows.draft >= 0) & (windows.columns.draft_kind[windows.slot.clamp(min=0)] == kind)
-    rows = torch.arange(len(is_draft), device=is_draft.device)
-    return torch.where(is_draft, rows, -1), windows.draft.clamp(min=0)
 
 
 def do_nothing() -> None:

@@ -19,7 +19,7 @@ from draftproof.models.rope import rope_table
 from draftproof.models.weight_formats import FloatWeight, PackedEntry, WeightPacker, WeightTensor
 from draftproof.models.weights.packed_tree import copy_into
 from draftproof.models.weights.update import WeightForms, check_update
-from draftproof.ops import Ops, QuantizedTable, Rows
+from draftproof.ops import DraftVocab, Ops, QuantizedTable, Rows
 from draftproof.types import Windows
 
 
@@ -66,6 +66,12 @@ class DraftHeadModel:
             else:
                 self.embedding = own
         self.ids = packer.tensor(at + "d2t") if config.has_reduced_vocab else None  # [draft vocab] target ids
+        self.draft_vocab_size = self.vocab if self.ids is None else len(self.ids)
+        self.draft_vocab: DraftVocab | None = None  # where it is a part of the vocabulary, in its order
+        if self.ids is not None and bool((self.ids[1:] > self.ids[:-1]).all()):
+            places = torch.full((self.vocab,), -1, dtype=torch.int64, device=ops.device)
+            places[self.ids] = torch.arange(len(self.ids), device=ops.device)
+            self.draft_vocab = DraftVocab(self.ids, places)
         if self.ids is not None:  # logits of ids outside the draft vocabulary stay -inf
             self._logits = torch.full((max_logits_rows, self.vocab), -math.inf, device=ops.device)
         self.feature_norm = (
@@ -184,9 +190,9 @@ class DraftHeadModel:
         return self._logits[: len(logits)].index_copy_(1, self.ids, logits)
 
     @property
-    def samples_without_logits(self) -> bool:
-        """Return whether `sample` leaves the buffer of `logits` alone, so that both may run at once."""
-        return self.norm is not None
+    def can_store_logits(self) -> bool:
+        """Return whether `sample` can store logits, and their columns are in the order of the vocabulary."""
+        return self.norm is not None and (self.ids is None or self.draft_vocab is not None)
 
     def sample(
         self,
@@ -196,16 +202,19 @@ class DraftHeadModel:
         greedy: bool,
         out: Tensor,
         sure: Tensor | None = None,
+        stored: Tensor | None = None,
     ) -> Tensor:
         """Sample one draft per entry into `out` [B], with the noise of plain sampling, from row `at` of each.
 
-        `sure` [B], if given, receives the draft probability of each. Return the sampled rows [B, hidden].
+        `sure` [B], if given, receives the draft probability of each; `stored` [B, draft_vocab_size] the
+        logits, where `can_store_logits`. Return the sampled rows [B, hidden].
         """
         if self.norm is not None:
             norm, eps = self.norm, self.config.rms_norm_eps
             return self.ops.rounds.lm_head_sample(
-                row, at, norm, eps, self.lm_head, self.ids, windows, greedy, out, sure
+                row, at, norm, eps, self.lm_head, self.ids, windows, greedy, out, sure, stored
             )
+        assert stored is None
         row = row if at is None else row[at.clamp(min=0)]
         logits = self.logits(row)
         token = self.ops.sampling.argmax(logits) if greedy else self.ops.sampling.sample(logits, windows)[0]

@@ -73,11 +73,13 @@ class DraftRoundOps(ABC):
         greedy: bool,
         out: Tensor,  # [B] int64
         draft_prob: Tensor | None = None,  # [B] fp32
+        logits: Tensor | None = None,  # [B, N] fp32
     ) -> Tensor:
         """Norm the rows, apply the LM head, sample one token per entry into `out`.
 
         Returns the rows of x [B, hidden] that were used, undefined for padding. With `greedy` the
         temperature counts as 0. Ids outside `ids` are never sampled. Logits that are not finite give any
         token. `draft_prob`, if given, receives the draft model's probability of the sampled token, at the
-        row's temperature, or at 1 for a greedy row; undefined for padding.
+        row's temperature, or at 1 for a greedy row; undefined for padding. `logits`, if given, receives the
+        logits of the head's columns, with the bits of `linear` on normed rows; undefined for padding.
         """

@@ -10,12 +10,13 @@ No op waits for the device, and shapes do not depend on the data, so a step can 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.types import TokenLogprobs
+from draftproof.ops.contract.types import DraftVocab, TokenLogprobs
 from draftproof.types import Windows
 
 # Streams keep draws for different purposes independent although seed and position are the same.
@@ -120,3 +121,40 @@ class SamplingOps(ABC):
         With `named` [N, M] int64 (-1: no id) also those and the ranks of these ids. The result is written to
         the tensors of `out`, if given, which then has `named` where the argument is given.
         """
+
+    def draft_logprobs(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        drafts: Tensor,
+        top: int,
+        out: TokenLogprobs,
+        *,
+        kind: tuple[Tensor, int] | None = None,
+        temperature: Tensor | None = None,
+        vocab: DraftVocab | None = None,
+    ) -> None:
+        """Write the logprobs of drafts [J, B] at logits rows [J * B, N], as `logprobs`, to `out`.
+
+        There is no draft where it or its slot [J, B] is negative; values are NaN then, ids and rank 0.
+        kind: a column [S] and a value; slots with another value have no draft. temperature [S]: divide a row
+        by that of its slot unless it is 0. vocab: of the N columns; drafts and ids are of the target.
+        """
+        slot, draft = slots.reshape(-1), drafts.reshape(-1)
+        line, is_real = slot.clamp(min=0), (slot >= 0) & (draft >= 0)
+        if kind is not None:
+            is_real = is_real & (kind[0][line] == kind[1])
+        if temperature is not None:
+            given = temperature[line]
+            logits = logits / torch.where(given > 0, given, 1.0)[:, None]
+        draft = draft.clamp(min=0)
+        if vocab is not None:
+            draft = vocab.places[draft]
+            is_real, draft = is_real & (draft >= 0), draft.clamp(min=0)
+        rows = torch.where(is_real, torch.arange(len(slot), device=slot.device), -1)
+        self.logprobs(logits, rows, draft, top, out)
+        if vocab is not None:
+            out.ids.copy_(vocab.ids[torch.where(is_real[:, None], out.ids, 0)])
+        out.values.masked_fill_(~is_real[:, None], math.nan)
+        out.ids.masked_fill_(~is_real[:, None], 0)
+        out.ranks.masked_fill_(~is_real, 0)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from draftproof.ops.contract.types import Layout
-from draftproof.types import Choice, Draft, Outcome, PlanColumns, SlotColumns, Windows
+from draftproof.types import Choice, Draft, DraftRanking, Outcome, PlanColumns, SlotColumns, Windows
 
 
 class StepOps(ABC):
@@ -45,3 +46,17 @@ class StepOps(ABC):
         num_draft is the minimum of count, budget, what max_length leaves after one more token, and the
         number of tokens before the first outside the vocabulary.
         """
+
+    def store_ranking(self, held: DraftRanking, slots: Tensor, ranking: DraftRanking | None) -> None:
+        """Store the ranking of drafts for slots [B] in the lines [S + 1] of `held`; None: all have rank 0.
+
+        The first T of the likeliest tokens are written. Padding may be written to the last line.
+        """
+        lines = torch.where(slots < 0, len(held.ranks) - 1, slots)
+        if ranking is None:
+            held.ranks.index_fill_(0, lines, 0)  # `ranks[lines] = 0` would copy from the host
+            return
+        held.ranks[lines] = ranking.ranks
+        top = ranking.top_ids.shape[2]
+        held.top_ids[lines, :, :top] = ranking.top_ids
+        held.top_logprobs[lines, :, :top] = ranking.top_logprobs

@@ -67,6 +67,14 @@ class TokenLogprobs:
         return self.values, self.ids, self.ranks, *(self.named or ())
 
 
+@dataclass(frozen=True, slots=True)
+class DraftVocab:
+    """Vocabulary of a draft head, where it is a part of the target's."""
+
+    ids: Tensor  # [N] int64, ascending: ids of the target
+    places: Tensor  # [V] int64: index into `ids`; -1: not in it
+
+
 # Gated activations of `ForwardOps.act_mul`, see `ops/reference/activations.py`.
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 

@@ -70,18 +70,22 @@ class CpuRounds(TorchRounds):
         greedy: bool,
         out: Tensor,
         draft_prob: Tensor | None = None,
+        logits: Tensor | None = None,
     ) -> Tensor:
         slot, temperature = windows.slot.numpy(), windows.columns.temperature.numpy()
         if ids is None or not (greedy or _is_greedy(slot, temperature)):
-            return super().lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, draft_prob)
+            given = x, at, norm, eps, packed, ids, windows, greedy, out, draft_prob, logits
+            return super().lm_head_sample(*given)
         # greedy: the argmax over the head's own columns needs no noise, so no scatter to the vocabulary
         rows = x if at is None else x[at.clamp(min=0)]
-        logits = self._forward.linear(self._forward.rms_norm(rows, norm, eps), packed, torch.float32)
-        best = self._sampling.argmax(logits)
-        _map_ids(slot, logits.numpy(), best.numpy(), ids.numpy(), out.numpy())
+        scores = self._forward.linear(self._forward.rms_norm(rows, norm, eps), packed, torch.float32)
+        best = self._sampling.argmax(scores)
+        _map_ids(slot, scores.numpy(), best.numpy(), ids.numpy(), out.numpy())
         if draft_prob is not None:
-            top = logits.gather(1, best[:, None])[:, 0]
-            torch.exp(top - self._sampling.logsumexp(logits), out=draft_prob)
+            top = scores.gather(1, best[:, None])[:, 0]
+            torch.exp(top - self._sampling.logsumexp(scores), out=draft_prob)
+        if logits is not None:
+            logits.copy_(scores)
         return rows
 
 

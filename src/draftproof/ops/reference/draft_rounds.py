@@ -72,20 +72,23 @@ class ReferenceRounds(DraftRoundOps):
         greedy: bool,
         out: Tensor,
         draft_prob: Tensor | None = None,
+        logits: Tensor | None = None,
     ) -> Tensor:
         size, vocab = len(windows.slot), windows.columns.ends.shape[1]
         rows = torch.stack([x[b if at is None else max(0, int(at[b]))] for b in range(size)])
         head_ids = torch.arange(vocab) if ids is None else ids
         greedy_columns = replace(windows.columns, temperature=torch.zeros_like(windows.columns.temperature))
-        logits = torch.full((size, vocab), -math.inf)
+        scores = torch.full((size, vocab), -math.inf)
         for b in range(size):
-            logits[b, head_ids] = self._forward.linear(
+            scores[b, head_ids] = self._forward.linear(
                 self._forward.rms_norm(rows[b : b + 1], norm, eps), packed, torch.float32
             )[0]
+        if logits is not None:
+            logits.copy_(scores[:, head_ids])
         windows = replace(windows, columns=greedy_columns) if greedy else windows
-        out.copy_(self._sampling.sample(logits, windows)[0])
+        out.copy_(self._sampling.sample(scores, windows)[0])
         for b, slot in enumerate(windows.slot.tolist() if draft_prob is not None else []):
             assert draft_prob is not None
             temperature = float(windows.columns.temperature[slot]) or 1.0
-            draft_prob[b] = (logits[b].double() / temperature).softmax(0)[out[b]]
+            draft_prob[b] = (scores[b].double() / temperature).softmax(0)[out[b]]
         return rows

@@ -81,18 +81,21 @@ class TorchRounds(DraftRoundOps):
         greedy: bool,
         out: Tensor,
         draft_prob: Tensor | None = None,
+        logits: Tensor | None = None,
     ) -> Tensor:
         rows = x if at is None else x[at.clamp(min=0)]
-        logits = self._forward.linear(self._forward.rms_norm(rows, norm, eps), packed, torch.float32)
+        scores = self._forward.linear(self._forward.rms_norm(rows, norm, eps), packed, torch.float32)
+        if logits is not None:
+            logits.copy_(scores)
         vocab = windows.columns.ends.shape[1]
         if ids is not None:
-            logits = torch.full((len(rows), vocab), -math.inf, device=x.device).index_copy_(1, ids, logits)
+            scores = torch.full((len(rows), vocab), -math.inf, device=x.device).index_copy_(1, ids, scores)
         if greedy:
-            out.copy_(torch.where(windows.slot >= 0, self._sampling.argmax(logits), 0))
+            out.copy_(torch.where(windows.slot >= 0, self._sampling.argmax(scores), 0))
         else:
-            out.copy_(self._sampling.sample(logits, windows)[0])
+            out.copy_(self._sampling.sample(scores, windows)[0])
         if draft_prob is not None:
             temperature = windows.columns.temperature[windows.slot.clamp(min=0)]
-            scaled = logits if greedy else logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+            scaled = scores if greedy else scores / torch.where(temperature > 0, temperature, 1.0)[:, None]
             draft_prob.copy_((scaled.gather(1, out[:, None])[:, 0] - self._sampling.logsumexp(scaled)).exp())
         return rows

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftproof.errors import ConfigError
 from draftproof.ops.contract.draft_rounds import DraftRows
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.sampling import SamplingOps
@@ -148,14 +149,19 @@ class TritonRounds(TorchRounds):
     def lm_head_sample(
         self, x: Tensor, at: Tensor | None, norm: Tensor, eps: float, packed: Any, ids: Tensor | None,
         windows: Windows, greedy: bool, out: Tensor, draft_prob: Tensor | None = None,
+        logits: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if draft_prob is not None or not self._lm_head_sample.supports(x, len(out), packed):
-            return super().lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, draft_prob)
+            given = x, at, norm, eps, packed, ids, windows, greedy, out, draft_prob, logits
+            return super().lm_head_sample(*given)
         x = kernel_utils.matrix("x", x, packed.weight.shape[1], (packed.weight.dtype,))
         norm = kernel_utils.vector("norm", norm, x.shape[1], (x.dtype,))
         columns = [out, windows.slot, windows.position, *([] if at is None else [at])]
         check_columns("the sampled rows", columns, len(out) if at is not None else len(x))
         if ids is not None:
             ids = kernel_utils.vector("ids", ids, len(packed.weight), kernel_utils.INTS)
+        shape = len(out), len(packed.weight)
+        if logits is not None and (logits.shape != shape or not logits.is_contiguous()):
+            raise ConfigError(f"logits must be {list(shape)} and contiguous, not {list(logits.shape)}")
         pdl = self._launch.early(out)
-        return self._lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, pdl)
+        return self._lm_head_sample(x, at, norm, eps, packed, ids, windows, greedy, out, logits, pdl)

@@ -56,6 +56,8 @@ class TritonRuntime(Runtime):
         if self.cuda:
             self._pools = [torch.cuda.graph_pool_handle() for _ in GraphPool]
             self._side, self._forked = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+            self._beside = torch.cuda.Stream(self.device)
+            self._begins, self._ends = torch.cuda.Event(), torch.cuda.Event()  # of what runs there
             self._stages, self._here = Stages(), torch.cuda.current_stream(self.device)
 
     def releasable(self, tensors: Iterable[Tensor], has_content: bool) -> TensorMemory:
@@ -116,6 +118,17 @@ class TritonRuntime(Runtime):
             return result
 
         return joined
+
+    def run_beside(self, graph: Callable[[], object]) -> Callable[[], object]:
+        if not self.cuda:
+            return super().run_beside(graph)
+        here, beside = self._stream, self._beside
+        self._begins.record(here)
+        beside.wait_event(self._begins)
+        with torch.cuda.stream(beside):
+            graph()
+        self._ends.record(beside)
+        return lambda: here.wait_event(self._ends)
 
     def seconds(self, function: Callable[[], object], times: int = 5) -> float:
         if not self.cuda:

@@ -1,4 +1,4 @@
-"""Final norm, LM head and sampling of a token in one kernel; logits stay in registers.
+"""Final norm, LM head and sampling of a token in one kernel; logits stay in registers unless they are read.
 
 A program computes a tile of rows and columns as `linear` does, then the best sort key of each row, with
 noise where the temperature of the row is not 0. The last program of a row tile combines the keys. Columns
@@ -66,12 +66,16 @@ def best_noisy_keys(
 
 @triton.jit(do_not_specialize=["B"])
 def lm_head_sample_kernel(
-    x, at, norm, w, ids, slots, positions, temperature, seeds, keys, counters, out, rows, B, N, tiles, eps,
+    x, at, norm, w, ids, slots, positions, temperature, seeds, keys, counters, out, rows, scores,
+    B, N, tiles, eps,
     K: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS_PER_LOAD: tl.constexpr,
-    STAGES: tl.constexpr, HAS_AT: tl.constexpr, HAS_IDS: tl.constexpr, GREEDY: tl.constexpr,
-    STREAM: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, HAS_AT: tl.constexpr, HAS_IDS: tl.constexpr, STORES_LOGITS: tl.constexpr,
+    GREEDY: tl.constexpr, STREAM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sample out [B] from x [_, K] at rows `at`, copied to `rows` [B, K]; w [N, K]; keys [B, tiles]."""
+    """Sample out [B] from x [_, K] at rows `at`, copied to `rows` [B, K]; w [N, K]; keys [B, tiles].
+
+    With STORES_LOGITS the logits are stored to `scores` [B, N].
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     grid_m = tl.cdiv(B, BM)
     tile_m, tile = tl.program_id(0) % grid_m, tl.program_id(0) // grid_m
@@ -104,6 +108,9 @@ def lm_head_sample_kernel(
         norm_weight = tl.load(norm + k + rk).to(tl.float32)
         normed = (tl.load(x_at + k).to(tl.float32) * scale).to(dtype).to(tl.float32)
         logits = tl.dot((normed * norm_weight[None, :]).to(dtype), b, logits)
+    if STORES_LOGITS:
+        scores_at = scores + rm.to(tl.int64)[:, None] * N + rn[None, :]
+        tl.store(scores_at, logits, mask=row_ok[:, None] & col_ok[None, :])
     logits = tl.where(col_ok[None, :], logits, float("-inf"))
     token = tl.load(ids + rn, mask=col_ok, other=2147483647).to(tl.int32) if HAS_IDS else rn
     top = tl.max(logits, axis=1)
@@ -144,9 +151,9 @@ class LmHeadSample:
 
     def __call__(
         self, x: Tensor, at: Tensor | None, norm: Tensor, eps: float, packed: PackedLinear,
-        ids: Tensor | None, windows: Windows, greedy: bool, out: Tensor, pdl: bool,
+        ids: Tensor | None, windows: Windows, greedy: bool, out: Tensor, logits: Tensor | None, pdl: bool,
     ) -> Tensor:  # fmt: skip
-        """Store the sampled tokens to `out` [B] and return the rows of x at `at`."""
+        """Store the sampled tokens to `out` [B], and `logits` [B, N]; return the rows of x at `at`."""
         count, (num_columns, depth) = len(out), packed.weight.shape
         tile = next(tile for max_rows, tile in TILES if count <= max_rows)
         tiles = triton.cdiv(num_columns, tile.bn)
@@ -155,10 +162,12 @@ class LmHeadSample:
         columns = windows.columns
         lm_head_sample_kernel[(triton.cdiv(count, tile.bm) * tiles,)](
             x, out if at is None else at, norm, packed.weight, out if ids is None else ids, windows.slot,
-            windows.position, columns.temperature, columns.seed, keys, self._counters, out, rows, count,
-            num_columns, tiles, eps, K=depth, BK=BK, BM=tile.bm, BN=tile.bn,
+            windows.position, columns.temperature, columns.seed, keys, self._counters, out, rows,
+            norm if logits is None else logits, count, num_columns, tiles, eps,
+            K=depth, BK=BK, BM=tile.bm, BN=tile.bn,
             KEYS_PER_LOAD=min(KEYS_PER_LOAD, next_power_of_two(tiles)), STAGES=tile.stages,
-            HAS_AT=at is not None, HAS_IDS=ids is not None, GREEDY=greedy, STREAM=STREAM_SAMPLE,
+            HAS_AT=at is not None, HAS_IDS=ids is not None, STORES_LOGITS=logits is not None, GREEDY=greedy,
+            STREAM=STREAM_SAMPLE,
             **launch_options(pdl, num_warps=tile.warps, enable_fp_fusion=False),
         )  # fmt: skip
         return rows

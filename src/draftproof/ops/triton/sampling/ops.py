@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.contract.types import NamedLogprobs, TokenLogprobs
+from draftproof.ops.contract.types import DraftVocab, NamedLogprobs, TokenLogprobs
 from draftproof.ops.torch.sampling import ComposedSampling
 from draftproof.ops.triton.kernel_utils import FP32, INTS, LaunchContext, check_columns, matrix, vector
 from draftproof.ops.triton.sampling import kernels, logprobs, penalties, sample, topk
@@ -104,6 +104,36 @@ class TritonSampling(ComposedSampling):
             named = named.contiguous()
         logprobs.logprobs(logits, rows, tokens, top, out, named, self._launch.early(rows))
         return out
+
+    def draft_logprobs(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        drafts: Tensor,
+        top: int,
+        out: TokenLogprobs,
+        *,
+        kind: tuple[Tensor, int] | None = None,
+        temperature: Tensor | None = None,
+        vocab: DraftVocab | None = None,
+    ) -> None:
+        count = slots.numel()
+        logits = matrix("logits", logits, None, FP32)
+        if slots.ndim != 2 or slots.shape != drafts.shape or len(logits) != count:
+            raise ConfigError(f"slots and drafts must be [J, B] of {len(logits)} rows, not {slots.shape}")
+        if {slots.dtype, drafts.dtype} != {torch.int64} or {slots.stride(1), drafts.stride(1)} != {1}:
+            raise ConfigError("slots and drafts must be int64 with contiguous rows")
+        if not count or not topk.is_two_stage(logits.shape[1], top):
+            options = {"kind": kind, "temperature": temperature, "vocab": vocab}
+            super().draft_logprobs(logits, slots, drafts, top, out, **options)
+            return
+        shapes = [tuple(part.shape) for part in (out.values, out.ids, out.ranks)]
+        if shapes != [(count, 1 + top), (count, top), (count,)]:
+            raise ConfigError(f"logprobs of {count} drafts cannot be written to {shapes}")
+        if not all(part.is_contiguous() for part in (out.values, out.ids, out.ranks)):
+            raise ConfigError("the logprobs of drafts must be contiguous")
+        early = self._launch.early(logits)
+        logprobs.draft_logprobs(logits, slots, drafts, top, out, kind, temperature, vocab, early)
 
 
 def _rows(logits: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:

@@ -40,8 +40,13 @@ def load_group_keys(keys, groups, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def top_ids(row_logits, keys, group_key, V, groups, K: tl.constexpr, GROUP: tl.constexpr):
+def top_ids(
+    row_logits, keys, group_key, V, groups, K: tl.constexpr, GROUP: tl.constexpr, divisor,
+    DIVIDES: tl.constexpr,
+):  # fmt: skip
     """Return the top K ids of a row from its group keys, loaded in `group_key`; `keys` is overwritten.
+
+    With DIVIDES the keys are of logits over `divisor`.
 
     Each of the K best groups has a member at least as good as the K-th group key, and few groups have two.
     These candidates are compacted into the memory of the keys, because sorting all members takes several
@@ -51,6 +56,8 @@ def top_ids(row_logits, keys, group_key, V, groups, K: tl.constexpr, GROUP: tl.c
     first = (key_to_id(best) // GROUP)[:, None] * GROUP  # a missing group lies beyond V
     members = first + tl.arange(0, GROUP)[None, :]
     x = tl.load(row_logits + members, mask=members < V, other=float("-inf"))
+    if DIVIDES:
+        x = tl.div_rn(x, divisor)
     key = tl.reshape(tl.where(members < V, sort_key(x, members), LOWEST_KEY), (K * GROUP,))
     candidate = (key >> 32) >= (tl.min(best, axis=0) >> 32)  # by value only: a group key holds the first id
     output_index = tl.cumsum(candidate.to(tl.int32), axis=0)
@@ -88,7 +95,7 @@ def top_kernel(
     """Store values and ids [R, k] of the top k of each row from its group keys [R, groups]."""
     row = tl.program_id(0).to(tl.int64)
     group_key = load_group_keys(keys + row * groups, groups, BLOCK)
-    token = top_ids(logits + row * V, keys + row * groups, group_key, V, groups, K, GROUP)
+    token = top_ids(logits + row * V, keys + row * groups, group_key, V, groups, K, GROUP, 1.0, False)
     output_index = tl.arange(0, K)
     ok = output_index < k
     value = tl.load(logits + row * V + token, mask=ok & (token < V), other=float("-inf"))

@@ -11,8 +11,17 @@ from draftproof.ops.contract.step import StepOps
 from draftproof.ops.contract.types import Layout
 from draftproof.ops.triton.kernel_utils import LaunchContext, check_columns, launch_options, next_power_of_two
 from draftproof.ops.triton.step import commit, layout
-from draftproof.ops.triton.step.store_drafts import store_drafts_kernel
-from draftproof.types import TOKENS, Choice, Draft, Outcome, PlanColumns, SlotColumns, Windows
+from draftproof.ops.triton.step.store_drafts import store_drafts_kernel, store_ranking_kernel
+from draftproof.types import (
+    TOKENS,
+    Choice,
+    Draft,
+    DraftRanking,
+    Outcome,
+    PlanColumns,
+    SlotColumns,
+    Windows,
+)
 
 
 class TritonStep(StepOps):
@@ -80,7 +89,7 @@ class TritonStep(StepOps):
 
         logprobs, sources = columns.draft_logprob, columns.draft_source
         if draft.logprobs is not None:
-            logprobs = on_device(draft.logprobs, torch.float32)
+            logprobs = draft.logprobs.to(columns.draft.device, torch.float32)
         if draft.sources is not None:
             sources = on_device(draft.sources, torch.int8)
         tokens = draft.tokens.to(columns.draft.device, torch.int64)
@@ -88,6 +97,26 @@ class TritonStep(StepOps):
             slots, budget, tokens, on_device(draft.count, torch.int64), logprobs, sources,
             columns.draft, columns.num_draft, columns.draft_logprob, columns.draft_source, columns.ended,
             columns.length, columns.max_length, columns.ends.shape[1], shape[1], *tokens.stride(),
+            *logprobs.stride(),
             LOGPROBS=draft.logprobs is not None, SOURCES=draft.sources is not None,
             DEPTHS=next_power_of_two(shape[1]), **launch_options(self._launch.pdl, num_warps=1),
+        )  # fmt: skip
+
+    def store_ranking(self, held: DraftRanking, slots: Tensor, ranking: DraftRanking | None) -> None:
+        check_columns("slots", (slots,), len(slots))
+        depth, width = held.top_ids.shape[1:]
+        found, top = held if ranking is None else ranking, 0
+        if ranking is not None:
+            top = ranking.top_ids.shape[2]
+            shape = (len(slots), depth)
+            if ranking.ranks.shape != shape or ranking.top_logprobs.shape != (*shape, top) or top > width:
+                raise ConfigError(f"the ranking of drafts must be {list(shape)}, with at most {width} tokens")
+            if top > 1 and {ranking.top_ids.stride(2), ranking.top_logprobs.stride(2)} != {1}:
+                raise ConfigError("the likeliest tokens of a draft must be contiguous")
+        tops = found.top_ids, found.top_logprobs
+        store_ranking_kernel[(len(slots), depth)](
+            slots, found.ranks, *tops, held.ranks, held.top_ids, held.top_logprobs, depth, top, width,
+            *found.ranks.stride(), *tops[0].stride()[:2], *tops[1].stride()[:2],
+            HAS_RANKS=ranking is not None, TOP=next_power_of_two(top) if top else 0,
+            **launch_options(self._launch.pdl, num_warps=1),
         )  # fmt: skip
