@@ -27,7 +27,9 @@ from draftproof.ops.cpu.attention.fma import (
 from draftproof.ops.cpu.attention.kv import FLOAT, KV_FORMS
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS
 from draftproof.ops.cpu.jit.amx import configure_rows, tiles_release
-from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64, share
+from draftproof.ops.cpu.jit.compile import Kernel, device, inlined, kernel, load_i64
+
+SPLIT_COST_KEYS = 32  # cost of a split besides its keys
 
 
 @device
@@ -44,7 +46,7 @@ def _run_end(args: int, first: int, rows: int) -> int:
 
 @device
 def _splits(args: int, first: int, end: int) -> Any:
-    """Return (slot, first split, end of splits) of rows [first, end)."""
+    """Return (slot, first split, end of splits, end of keys) of rows [first, end)."""
     positions, window = arg(args, ARG.positions), arg(args, ARG.window)
     slot = min(max(load_i64(arg(args, ARG.slots) + 8 * first), 0), arg(args, ARG.num_slots) - 1)
     low, high = load_i64(positions + 8 * first), 0
@@ -54,24 +56,31 @@ def _splits(args: int, first: int, end: int) -> Any:
         high = max(high, position + 1)
     # positions beyond the page table are clamped to it
     high = min(high, arg(args, ARG.max_pages) * arg(args, ARG.page_size))
-    return slot, max(0, low) // SPLIT, (high + SPLIT - 1) // SPLIT
+    return slot, max(0, low) // SPLIT, (high + SPLIT - 1) // SPLIT, high
+
+
+@inlined
+def _split_cost(split: int, keys: int) -> int:
+    """Return the cost of a split, in keys."""
+    return SPLIT_COST_KEYS + min(SPLIT, keys - split * SPLIT)
 
 
 @device
 def _shared(args: int, rows: int, threads: int) -> Any:
-    """Return whether the splits of a row are distributed, and the number of (row run, head, split)."""
+    """Return whether the splits of a row are distributed, and the cost of all (row run, head, split)."""
     num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.out_dim)
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    runs, units, words, first = 0, 0, 0, int64(0)
+    runs, cost, words, first = 0, 0, 0, int64(0)
     while first < rows:
         end = _run_end(args, first, rows)
-        slot, low, high = _splits(args, first, end)
+        slot, low, high, keys = _splits(args, first, end)
         runs += num_kv
-        units += num_kv * (high - low)
+        for split in range(low, high):
+            cost += num_kv * _split_cost(split, keys)
         words += (high - low) * (end - first) * arg(args, ARG.num_q) * (wide + 2)
         first = end
     fits = 4 * words <= arg(args, ARG.workspace_bytes)
-    return threads > 1 and runs < 8 * threads and fits, units
+    return threads > 1 and runs < 8 * threads and fits, cost
 
 
 def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
@@ -90,24 +99,24 @@ def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
         num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.out_dim)
         group = arg(args, ARG.num_q) // num_kv
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-        shared, units = _shared(args, rows, threads)
-        begin, stop = share(units, thread, threads)
-        unit, first, run = 0, int64(0), 0
+        shared, total_cost = _shared(args, rows, threads)
+        cost_before, first, run = 0, int64(0), 0
         where = arg(args, ARG.workspace)
         if amx:
             configure_rows(scratch, 32)
         while first < rows:
             end = _run_end(args, first, rows)
-            slot, low, high = _splits(args, first, end)
+            slot, low, high, keys = _splits(args, first, end)
             queries = (end - first) * group
             if shared:  # heads side by side: their keys are adjacent in memory
                 step = queries * (wide + 2) * 4
                 for split in range(low, high):
+                    cost = _split_cost(split, keys)
                     for head in range(num_kv):
-                        if begin <= unit < stop:
+                        if (cost_before + cost // 2) * threads // total_cost == thread:
                             part = where + (head * (high - low) + split - low) * step
                             split_keys(args, first, end, head, slot, split, part, scratch)
-                        unit += 1
+                        cost_before += cost
                 where += num_kv * (high - low) * step
                 first = end
                 continue
@@ -143,7 +152,7 @@ def _attention_merge(bf16: bool) -> Kernel:
         num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.out_dim)
         group = arg(args, ARG.num_q) // num_kv
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-        shared, units = _shared(args, rows, threads)
+        shared, _ = _shared(args, rows, threads)
         if not shared:
             return
         first, unit = int64(0), 0
@@ -151,7 +160,7 @@ def _attention_merge(bf16: bool) -> Kernel:
         total, state = scratch, scratch + wide * 4
         while first < rows:
             end = _run_end(args, first, rows)
-            slot, low, high = _splits(args, first, end)
+            slot, low, high, _ = _splits(args, first, end)
             queries = (end - first) * group
             step = queries * (wide + 2) * 4
             for head in range(num_kv):
