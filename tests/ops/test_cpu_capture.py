@@ -75,7 +75,7 @@ def test_captured_pass_equals_eager_pass_at_any_thread_count(kind: str) -> None:
         again = [captured(tokens_of(places, paged))[0].clone() for places in (chunk, step)]
         assert same(eager[0], again[0]) and same(eager[1], again[1])
         poison(ops)
-        captured._program.arena.fill(0xFF)  # type: ignore[attr-defined]
+        captured._recorded._program.arena.fill(0xFF)  # type: ignore[attr-defined]
         for i in range(8):  # one at a time, after the keys of the rows before
             (alone,) = captured(tokens_of(step[i : i + 1], paged))
             assert same(alone, eager[1][i : i + 1])

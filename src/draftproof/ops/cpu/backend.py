@@ -86,4 +86,4 @@ class CpuOps(Ops):
         self.sampling = CpuSampling(self.executor)
         self.step = CpuStep()
         self.search = CpuSearch()
-        self.rounds = CpuRounds(self.forward, self.sampling)
+        self.rounds = CpuRounds(self.forward, self.sampling, self.executor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,17 +12,35 @@ from torch import Tensor
 
 from draftproof.numba_jit import native
 from draftproof.ops.contract.draft_rounds import DraftRows
+from draftproof.ops.contract.forward import ForwardOps
+from draftproof.ops.contract.sampling import SamplingOps
+from draftproof.ops.cpu.executor import Executor, Recorded
+from draftproof.ops.cpu.identity_cache import IdentityCache
 from draftproof.ops.torch.draft_rounds import TorchRounds
 from draftproof.types import DeviceBatch, FinishStatus, Rows, SlotColumns, Windows
 
 # numba caches compiled loops by this file alone, so constants of other files are repeated here
 RUNNING = 0
+MAX_RECORDED_ROWS = 16  # rows for which a recorded pass allocates memory
 assert FinishStatus.RUNNING == RUNNING
 compiled = native(boundscheck=False)
 
 
 class CpuRounds(TorchRounds):
     """Draft-round ops that read and write tensors in place."""
+
+    def __init__(self, forward: ForwardOps, sampling: SamplingOps, run: Executor) -> None:
+        super().__init__(forward, sampling)
+        self._recorded = IdentityCache(lambda *head: Recorded(run, self._scores_of(*head), MAX_RECORDED_ROWS))
+
+    def _scores_of(self, norm: Tensor, eps: float, packed: Any) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """Return a function of rows: their logits, the best column of each, and the logsumexp."""
+
+        def compute(rows: Tensor) -> tuple[Tensor, ...]:
+            logits = self._forward.linear(self._forward.rms_norm(rows, norm, eps), packed, torch.float32)
+            return logits, self._sampling.argmax(logits), self._sampling.logsumexp(logits)
+
+        return compute
 
     def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
         shifted = np.zeros((4, len(rows.tokens)), np.int64)
@@ -78,12 +98,12 @@ class CpuRounds(TorchRounds):
             return super().lm_head_sample(*given)
         # greedy: the argmax over the head's own columns needs no noise, so no scatter to the vocabulary
         rows = x if at is None else x[at.clamp(min=0)]
-        scores = self._forward.linear(self._forward.rms_norm(rows, norm, eps), packed, torch.float32)
-        best = self._sampling.argmax(scores)
-        _map_ids(slot, scores.numpy(), best.numpy(), ids.numpy(), out.numpy())
-        if draft_prob is not None:
-            top = scores.gather(1, best[:, None])[:, 0]
-            torch.exp(top - self._sampling.logsumexp(scores), out=draft_prob)
+        is_few = len(rows) <= MAX_RECORDED_ROWS  # host time limits rounds of few rows
+        make = self._recorded.get if is_few else self._scores_of
+        scores, best, total = make(norm, eps, packed)(rows)
+        probs = out.new_empty(0, dtype=torch.float32) if draft_prob is None else draft_prob
+        arrays = (part.numpy() for part in (scores, best, total, ids, out, probs))
+        _map_ids(slot, *arrays)
         if logits is not None:
             logits.copy_(scores)
         return rows
@@ -139,13 +159,18 @@ def _is_greedy(slot, temperature):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _map_ids(slot, logits, best, ids, out):  # type: ignore[no-untyped-def]
-    """Write the vocabulary id of the best column of each row; the lowest id wins a tie."""
+def _map_ids(slot, logits, best, total, ids, out, prob):  # type: ignore[no-untyped-def]
+    """Write the vocabulary id of the best column of each row; the lowest id wins a tie.
+
+    Write its probability too, if `prob` is not empty.
+    """
     for r in range(len(slot)):
         out[r] = 0
+        top, found = logits[r, best[r]], ids[best[r]]
+        if len(prob):
+            prob[r] = math.exp(top - total[r])
         if slot[r] < 0:
             continue
-        top, found = logits[r, best[r]], ids[best[r]]
         for n in range(logits.shape[1]):
             if logits[r, n] == top and ids[n] < found:
                 found = ids[n]

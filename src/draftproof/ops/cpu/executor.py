@@ -14,7 +14,7 @@ from draftproof.ops.contract.runtime import Forward
 from draftproof.ops.cpu.jit.compile import Kernel
 from draftproof.ops.cpu.jit.program import Argument, Program, Recorder, as_word
 from draftproof.ops.cpu.jit.resident_memory import release_start_up_memory
-from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team, aligned_bytes
+from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team
 from draftproof.types import Rows
 
 RELEASE_CALLS = 4  # calls of a pass after which kernels outside it, as for sampling, are compiled too
@@ -72,65 +72,83 @@ class Executor:
 
 
 class PassViews(NamedTuple):
-    """Views of a captured pass for a number of rows."""
+    """Views of a recorded pass for a number of rows."""
 
-    targets: list[Tensor]  # where a call copies its rows and inputs
+    targets: list[Tensor]  # where a call copies its inputs
     results: tuple[Tensor, ...]  # [rows, ...] each
 
 
-class Captured:
-    """Forward pass that is recorded at its first call and replayed from then on."""
+class Recorded:
+    """Ops that are recorded at the first call, on static tensors of `max_rows` rows, and replayed later.
 
-    def __init__(self, run: Executor, forward: Forward, max_rows: int) -> None:
-        self._run, self._forward, self._max_rows = run, forward, max_rows
-        ints = torch.from_numpy(aligned_bytes(max_rows * 32)).view(torch.int64)
-        self._ints = ints.view(4, max_rows).unbind()  # tokens, positions, slots, kv_index
-        self._inputs: list[Tensor] = []  # [max_rows, ...]: arguments of a call besides the rows
-        self._table: Tensor | None = None  # page table of the recorded pass
+    Results are valid until the next call.
+    """
+
+    def __init__(self, run: Executor, function: Callable[..., tuple[Tensor, ...]], max_rows: int) -> None:
+        self._run, self._function, self._max_rows = run, function, max_rows
+        self._inputs: list[Tensor] = []  # [max_rows, ...]: arguments of a call
         self._program: Program | None = None
         self._views: dict[int, PassViews] = {}  # by the number of rows
         self._calls = 0
 
-    def _record(self, page_table: Tensor) -> Program:
-        """Record the pass on static tensors."""
-        tokens, positions, slots, kv_index = self._ints
-        recorder = Recorder(self._max_rows, [tokens, positions, slots, kv_index, *self._inputs])
+    def _record(self, inputs: Sequence[Tensor]) -> Program:
+        """Record the ops."""
+        self._inputs = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in inputs]
+        recorder = Recorder(self._max_rows, self._inputs)
         self._run.recorder = recorder
         try:
-            results = self._forward(Rows(tokens, positions, slots, kv_index, page_table), *self._inputs)
+            results = self._function(*self._inputs)
         finally:
             self._run.recorder = None
         program = recorder.finish(results, self._run.later)
         release_start_up_memory()  # nearly all kernels are loaded
         return program
 
-    def __call__(self, rows: Rows, *inputs: Tensor) -> tuple[Tensor, ...]:
-        count = rows.tokens.shape[0]
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        count = inputs[0].shape[0]
         if count > self._max_rows:
             raise ValueError(f"{count} rows, but the pass was captured for {self._max_rows}")
-        table, known = rows.page_table, self._table
-        if known is None or (known.data_ptr(), known.shape) != (table.data_ptr(), table.shape):
-            self._inputs = [part.new_zeros((self._max_rows, *part.shape[1:])) for part in inputs]
-            self._program, self._table = self._record(table), table
-            self._views.clear()
+        program = self._program
+        if program is None:
+            program = self._program = self._record(inputs)
         views = self._views.get(count)
         if views is None:
             if len(self._views) == MAX_VIEWS:
                 self._views.clear()
-            views = self._views[count] = self._make_views(count)
+            targets = [target[:count] for target in self._inputs]
+            views = PassViews(targets, tuple(result[:count] for result in program.results))
+            self._views[count] = views
         self._calls += 1
         if self._calls == RELEASE_CALLS:
             release_start_up_memory()
         if count:
-            parts = (rows.tokens, rows.positions, rows.slots, rows.kv_index, *inputs)
-            for target, part in zip(views.targets, parts, strict=True):
+            for target, part in zip(views.targets, inputs, strict=True):
                 target.copy_(part)
-            program = self._program
-            assert program is not None
             self._run.team.run(program.table, len(program.table), count, program.scratch)
         return views.results
 
-    def _make_views(self, count: int) -> PassViews:
-        assert self._program is not None
-        targets = [target[:count] for target in (*self._ints, *self._inputs)]
-        return PassViews(targets, tuple(result[:count] for result in self._program.results))
+
+class Captured:
+    """Forward pass that is recorded at its first call with a page table and replayed from then on."""
+
+    def __init__(self, run: Executor, forward: Forward, max_rows: int) -> None:
+        self._run, self._forward, self._max_rows = run, forward, max_rows
+        self._table: Tensor | None = None  # page table of the recorded pass
+        self._recorded: Recorded | None = None
+
+    def __call__(self, rows: Rows, *inputs: Tensor) -> tuple[Tensor, ...]:
+        table, known = rows.page_table, self._table
+        if known is None or (known.data_ptr(), known.shape) != (table.data_ptr(), table.shape):
+            self._table, self._recorded = table, Recorded(self._run, self._pass_of(table), self._max_rows)
+        assert self._recorded is not None
+        return self._recorded(rows.tokens, rows.positions, rows.slots, rows.kv_index, *inputs)
+
+    def _pass_of(self, page_table: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the pass on the columns of rows with this page table."""
+
+        def run(
+            tokens: Tensor, positions: Tensor, slots: Tensor, kv_index: Tensor, *inputs: Tensor
+        ) -> tuple[Tensor, ...]:
+            return self._forward(Rows(tokens, positions, slots, kv_index, page_table), *inputs)
+
+        return run

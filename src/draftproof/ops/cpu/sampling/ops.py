@@ -47,7 +47,7 @@ class CpuSampling(ComposedSampling):
 
     def argmax(self, logits: Tensor) -> Tensor:
         logits, rows, vocab = check_logits(logits)
-        out = torch.empty(rows, dtype=torch.int64)
+        out = self._run.new((rows,), torch.int64)
         self._run.call(kernels.argmax, rows, [out], [logits], [vocab], small=rows == 1)
         return out
 
@@ -68,7 +68,7 @@ class CpuSampling(ComposedSampling):
 
     def logsumexp(self, logits: Tensor) -> Tensor:
         logits, rows, vocab = check_logits(logits)
-        out = torch.empty(rows, dtype=torch.float32)
+        out = self._run.new((rows,), torch.float32)
         self._run.call(kernels.logsumexp, rows, [out], [logits], [vocab], small=rows == 1)
         return out
 
