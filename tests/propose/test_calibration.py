@@ -236,8 +236,8 @@ def test_a_head_alone_gets_the_costs_of_its_rounds(monkeypatch: pytest.MonkeyPat
     policy.set_cost(StepCost({1: 1.0, 16: 1.001}, learns=False), adaptive=True)
     observe = RoundCosts.observe
 
-    def observe_fixed_seconds(self: RoundCosts, tokens: float, run: DraftRun, has_prompts: bool) -> None:
-        observe(self, tokens, run._replace(seconds=1e-3 * (1 + run.rounds)), has_prompts)
+    def observe_fixed_seconds(self: RoundCosts, tokens: float, run: DraftRun, has_prompts: bool) -> float:
+        return observe(self, tokens, run._replace(seconds=1e-3 * (1 + run.rounds)), has_prompts)
 
     monkeypatch.setattr(RoundCosts, "observe", observe_fixed_seconds)
     monkeypatch.setattr(DraftPolicy, "decide", record_costs)

@@ -341,13 +341,13 @@ def test_accept_policies_that_force_results_keep_the_number_of_drafts(accept_pol
 def test_warm_up_times_recorded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record each pass once: timings that include a recording make one row as slow as many."""
     executor = pytest.importorskip("draftproof.ops.cpu.executor")
-    record, recorded = executor.Captured._record, []
+    record, recorded = executor.Recorded._record, []
 
-    def counted(self, page_table):  # type: ignore[no-untyped-def]
+    def counted(self, inputs):  # type: ignore[no-untyped-def]
         recorded.append(self)
-        return record(self, page_table)
+        return record(self, inputs)
 
-    monkeypatch.setattr(executor.Captured, "_record", counted)
+    monkeypatch.setattr(executor.Recorded, "_record", counted)
     engine = tiny.engine(speculative={"method": "ngram"}, backend="cpu", warm_up=True)
     assert recorded
     tiny.run(engine, [tiny.request(0, SamplingParams(max_tokens=4))])

@@ -200,3 +200,13 @@ def test_rows_that_were_timed_too_slow_give_no_negative_context(factor: float, t
     for keys in (1000, 4000):
         found, truth = cost.row_seconds(8) + cost.context_seconds(keys, 8), TABLE[8] + per_key * keys
         assert found == pytest.approx(truth, rel=tolerance)
+
+
+def test_measured_seconds_of_a_draft_model_replace_those_of_start_up() -> None:
+    """At start-up rounds run in a loop of their own, faster than behind a step."""
+    cost = StepCost({1: 1.0, 8: 1.2}, draft_seconds={1: 0.1})
+    for _ in range(100):
+        cost.observe_drafting(1, 0.3)
+    assert cost.draft_seconds(1) == pytest.approx(0.3, rel=0.01)
+    cost.observe_drafting(1, 1000.0)  # a pause
+    assert cost.draft_seconds(1) < 0.4

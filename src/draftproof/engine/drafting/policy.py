@@ -208,7 +208,9 @@ class DraftPolicy:
             self._observe_drafts(step)
         if self._is_timed and self._model is not None and not self.run_ahead.asynchronous:
             num_tokens = int(np.add.reduce(step.table[:, NUM_OUT])) / len(step.table)
-            self._round_costs.observe(num_tokens, run, plan.has_prompts)
+            seconds = self._round_costs.observe(num_tokens, run, plan.has_prompts)
+            if run.rounds and not plan.has_prompts:
+                self.cost.observe_drafting(run.requests, seconds)
         return device
 
     def _observe_drafts(self, step: StepObservation) -> None:
@@ -256,19 +258,23 @@ class RoundCosts:
         rate = requests * self._tokens / self._seconds
         return DraftCosts(self._round_seconds * rate, row_seconds * rate)
 
-    def observe(self, tokens: float, run: DraftRun, has_prompts: bool) -> None:
-        """Take in a step that committed `tokens` per request, and the draft model's run behind it."""
+    def observe(self, tokens: float, run: DraftRun, has_prompts: bool) -> float:
+        """Take in a step that committed `tokens` per request, and the draft model's run behind it.
+
+        Return the seconds of the run besides storing KV.
+        """
         now, last = self._clock(), self._last_time
         self._last_time = now
+        seconds = max(0.0, run.seconds - (self._store_seconds or STORE_SHARE * run.seconds))
         if has_prompts:
-            return
+            return seconds
         if run.rounds:
-            seconds = run.seconds - (self._store_seconds or STORE_SHARE * run.seconds)
-            self._round_seconds = _updated(self._round_seconds, max(0.0, seconds) / run.rounds)
+            self._round_seconds = _updated(self._round_seconds, seconds / run.rounds)
         else:
             self._store_seconds = _updated(self._store_seconds, run.seconds)
         self._seconds = _updated(self._seconds, now - last)
         self._tokens = _updated(self._tokens, tokens)
+        return seconds
 
 
 def _updated(mean: float, value: float) -> float:
