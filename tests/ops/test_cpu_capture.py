@@ -16,6 +16,7 @@ pytest.importorskip("numba")
 
 from cpu_cases import CPU, KINDS, PAGE, make, poison, rand, same
 from draftproof.ops.cpu.backend import CpuOps
+from draftproof.ops.cpu.draft_rounds import CpuRounds
 from draftproof.ops.cpu.gemm.formats import QUANTIZED_FORMATS
 from opcheck import Paged
 
@@ -180,3 +181,18 @@ def test_kernel_of_the_logits_is_compiled_with_a_pass_whose_table_is_the_lm_head
     assert run.later - before == (
         {QUANTIZED_FORMATS["blocks"].kernel(packed, False)} if is_lm_head else set()
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_scores_of_a_draft_round_equal_eager_ones(kind: str) -> None:
+    """Compare logits, best columns and logsumexp of few rows, again with other rows and other weights."""
+    ops, dtype = make(kind)
+    rounds, x, eps = ops.rounds, rand(20, 48, dtype=dtype, seed=1), 1e-5
+    assert isinstance(rounds, CpuRounds)
+    for seed in (2, 3):
+        norm = rand(48, dtype=dtype, seed=seed)
+        packed = ops.forward.pack_linear(rand(97, 48, dtype=dtype, seed=10 + seed))
+        want = rounds._scores_of(norm, eps, packed)(x)
+        for first, count in ((0, 1), (3, 16), (19, 1), (5, 4)):
+            found = rounds._recorded.get(norm, eps, packed)(x[first : first + count])
+            assert all(same(a, b[first : first + count]) for a, b in zip(found, want, strict=True))

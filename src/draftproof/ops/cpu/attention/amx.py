@@ -177,10 +177,9 @@ def split_amx(
         src = arg(args, ARG.q) + ((first + i // group) * num_q + head * group + i % group) * dim * 2
         v.copy_bf16(qs + i * padded * 2, src, dim)
     for i in range(0, tall, TILE_KEYS):
+        line, tiles = qs + i * padded * 2, turned + i * padded * 2
         for step in range(padded // 32):
-            transpose(
-                qs + i * padded * 2 + 64 * step, padded * 2, turned + i * padded * 2 + TILE_BYTES * step, 64
-            )
+            transpose(line + 64 * step, padded * 2, tiles + TILE_BYTES * step, 64)
 
     _find_keys(args, slot, head, lowest, highest, places)
     at = lowest - split
