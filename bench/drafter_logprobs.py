@@ -13,62 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from common.checkout_process import CheckoutProcess
 from common.gpu_logprobs import DRAFTER_BARS, proposers_of
 from common.measure import finish
 
 WORKER = Path(__file__).parent / "common" / "logprob_worker.py"
 PROPOSERS = ("head", "ngram", "hybrid", "draft_model")
 LEAST_ROUNDS = 2
-
-
-class Worker:
-    """A process with an engine of one checkout."""
-
-    def __init__(self, folder: Path, engine: dict[str, Any]) -> None:
-        """Start the engine; `receive` waits for it."""
-        path = [str(folder.resolve() / "src"), str(WORKER.parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.send(engine=engine)
-
-    def send(self, **command: Any) -> None:
-        """Send a command."""
-        assert self._process.stdin is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
-
-    def receive(self) -> dict[str, Any]:
-        """Return the reply to the oldest command."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the worker ended with exit code {self._process.wait()}")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def call(self, **command: Any) -> dict[str, Any]:
-        """Send a command and return its reply."""
-        self.send(**command)
-        return self.receive()
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
@@ -111,7 +69,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON after every cell")
     options = parser.parse_args()
     deadline, batches = time.monotonic() + options.seconds, [int(n) for n in options.batches]
-    workers: dict[str, dict[str, Worker]] = defaultdict(dict)
+    workers: dict[str, dict[str, CheckoutProcess]] = defaultdict(dict)
     for name, proposer in proposers_of(options).items():
         engine = dict(
             model=options.model, dtype="bfloat16", device=options.device, enable_prefix_caching=False
@@ -121,7 +79,8 @@ def main() -> None:
         for version, names in (("old", options.old_engines), ("new", options.new_engines)):
             folder = getattr(options, version)
             if folder is not None and name in names:
-                workers[name][version] = Worker(folder, engine)
+                workers[name][version] = CheckoutProcess(folder, WORKER)
+                workers[name][version].send(engine=engine)
     found: dict[str, Any] = {"start seconds": {}}
     for name, versions in workers.items():
         seconds = {version: round(worker.receive()["seconds"], 1) for version, worker in versions.items()}

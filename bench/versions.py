@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from common.checkout_process import CheckoutProcess
 from common.measure import finish
 
 ENGINES: dict[str, dict[str, Any] | None] = {
@@ -40,48 +39,6 @@ ENGINES: dict[str, dict[str, Any] | None] = {
 WORKER = Path(__file__).parent / "common" / "version_worker.py"
 
 
-class Checkout:
-    """A process that runs the engine of one checkout."""
-
-    def __init__(self, folder: Path) -> None:
-        """Start the process with the sources of `folder`."""
-        path = os.pathsep.join(
-            filter(None, (str(folder.resolve() / "src"), os.environ.get("PYTHONPATH", "")))
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER)],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def send(self, **command: Any) -> None:
-        """Send a command."""
-        assert self._process.stdin is not None
-        print(json.dumps(command), file=self._process.stdin, flush=True)
-
-    def receive(self) -> dict[str, Any]:
-        """Return the reply to the oldest command."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the worker ended with exit code {self._process.wait()}")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def call(self, **command: Any) -> dict[str, Any]:
-        """Send a command and return its reply."""
-        self.send(**command)
-        return self.receive()
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-
 def read_tasks(path: Path | None, names: list[str]) -> dict[str, list[str]]:
     """Return the prompts of each task; `path` has lines with `task` and `turns` or `prompt`."""
     if path is None:
@@ -96,7 +53,9 @@ def read_tasks(path: Path | None, names: list[str]) -> dict[str, list[str]]:
     return {name: prompts for name, prompts in tasks.items() if not names or name in names}
 
 
-def measure_cell(sides: dict[str, Checkout], batches: list[list[list[int]]], params: dict[str, Any]) -> Any:
+def measure_cell(
+    sides: dict[str, CheckoutProcess], batches: list[list[list[int]]], params: dict[str, Any]
+) -> Any:
     """Return rates and counts of both sides by round, and the number of rounds whose output differs."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     counts: dict[str, list[tuple[int, ...]]] = {name: [] for name in sides}
@@ -165,7 +124,7 @@ def main() -> None:
     options = parser.parse_args()
     batches = [int(n) for n in options.batches.split(",")]
     deadline = time.monotonic() + options.seconds
-    sides = {"old": Checkout(options.old), "new": Checkout(options.new)}
+    sides = {"old": CheckoutProcess(options.old, WORKER), "new": CheckoutProcess(options.new, WORKER)}
     cells: dict[str, Any] = {}
     starts: dict[str, Any] = {}
     tasks = read_tasks(options.prompts, [name for name in options.tasks.split(",") if name])
