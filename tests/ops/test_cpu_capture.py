@@ -189,10 +189,10 @@ def test_recorded_scores_of_a_draft_round_equal_eager_ones(kind: str) -> None:
     ops, dtype = make(kind)
     rounds, x, eps = ops.rounds, rand(20, 48, dtype=dtype, seed=1), 1e-5
     assert isinstance(rounds, CpuRounds)
-    for seed in (2, 3):
+    for seed, needs_total in ((2, True), (3, False)):
         norm = rand(48, dtype=dtype, seed=seed)
         packed = ops.forward.pack_linear(rand(97, 48, dtype=dtype, seed=10 + seed))
-        want = rounds._scores_of(norm, eps, packed)(x)
+        want = rounds._scores_of(norm, eps, packed, needs_total)(x)
         for first, count in ((0, 1), (3, 16), (19, 1), (5, 4)):
-            found = rounds._recorded.get(norm, eps, packed)(x[first : first + count])
+            found = rounds._recorded.get(norm, eps, packed, needs_total)(x[first : first + count])
             assert all(same(a, b[first : first + count]) for a, b in zip(found, want, strict=True))

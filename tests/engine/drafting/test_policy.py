@@ -305,12 +305,14 @@ def test_window_in_which_a_request_ended_does_not_count_for_new_requests() -> No
 def test_costs_of_rounds_are_given_where_they_are_waited_for() -> None:
     clock = iter(range(1000))
     seconds = {n: float(n) for n in range(1, 20)}
-    steps = Steps(seconds, model=MEMBER, drafts_before_plan=True, clock=lambda: float(next(clock)))
+    options = {"model": MEMBER, "drafts_before_plan": True, "draft_seconds": 0.01}
+    steps = Steps(seconds, **options, clock=lambda: float(next(clock)))
     assert steps.step().costs.round == 0.0
     for _ in range(10):
         decision = steps.step(accepted=0)
     assert 0 < decision.costs.round < 1 and decision.costs.row > 0
     assert steps.policy._round_costs._round_seconds == pytest.approx(0.875 * 0.25 / K)
+    assert steps.policy.cost.draft_seconds(2) == 0.01  # a cost model that does not learn stays as it is
 
 
 def test_low_acceptance_is_logged_once_with_what_to_check(caplog: pytest.LogCaptureFixture) -> None:

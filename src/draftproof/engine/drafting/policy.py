@@ -209,7 +209,7 @@ class DraftPolicy:
         if self._is_timed and self._model is not None and not self.run_ahead.asynchronous:
             num_tokens = int(np.add.reduce(step.table[:, NUM_OUT])) / len(step.table)
             seconds = self._round_costs.observe(num_tokens, run, plan.has_prompts)
-            if run.rounds and not plan.has_prompts:
+            if self.cost.learns and run.rounds and not plan.has_prompts:
                 self.cost.observe_drafting(run.requests, seconds)
         return device
 

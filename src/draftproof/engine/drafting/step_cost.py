@@ -38,7 +38,7 @@ DRAFT_CONTEXT_RATE = 1 / 4  # and of a step with drafts to the cost of a key of 
 SIZE_RATE = 1 / 16  # and to the correction of the step's size; more in its first steps
 DRAFT_RATE = 1 / 16  # and to the overhead of the draft model, if it ran
 CORRECTION_DECAY = 1 / 1024  # of the corrections, per observed step
-MAX_DRAFT_ERROR = 4.0  # times the predicted seconds of the draft model: a pause counts as that
+MAX_DRAFT_ERROR_FACTOR = 4.0  # times the predicted seconds of the draft model: a pause counts as that
 DRAFT_DECAY = 1 / 128  # of the draft overhead, per observed step without the draft model
 NEIGHBOUR_OCTAVES = 1.0  # distance between sizes at which a correction counts for 1/e
 MIN_CORRECTION = -0.5
@@ -148,7 +148,7 @@ class StepCost:
     def observe_drafting(self, requests: int, seconds: float) -> None:
         """Take in the seconds of the draft model besides storing KV, where a step does not include them."""
         expected = self.draft_seconds(requests)
-        self._draft_overhead += DRAFT_RATE * min(seconds - expected, MAX_DRAFT_ERROR * expected)
+        self._draft_overhead += DRAFT_RATE * min(seconds - expected, MAX_DRAFT_ERROR_FACTOR * expected)
 
     def _correct(self, rows: int, keys: int, seconds: float, num_drafts: int, draft: float) -> None:
         requests, has_drafts = rows - num_drafts, num_drafts > 0

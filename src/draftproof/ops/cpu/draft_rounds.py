@@ -33,12 +33,15 @@ class CpuRounds(TorchRounds):
         super().__init__(forward, sampling)
         self._recorded = IdentityCache(lambda *head: Recorded(run, self._scores_of(*head), MAX_RECORDED_ROWS))
 
-    def _scores_of(self, norm: Tensor, eps: float, packed: Any) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """Return a function of rows: their logits, the best column of each, and the logsumexp."""
+    def _scores_of(
+        self, norm: Tensor, eps: float, packed: Any, needs_total: bool
+    ) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """Return a function of rows: their logits, the best column of each, and if needed the logsumexp."""
 
         def compute(rows: Tensor) -> tuple[Tensor, ...]:
             logits = self._forward.linear(self._forward.rms_norm(rows, norm, eps), packed, torch.float32)
-            return logits, self._sampling.argmax(logits), self._sampling.logsumexp(logits)
+            best = self._sampling.argmax(logits)
+            return (logits, best, self._sampling.logsumexp(logits)) if needs_total else (logits, best)
 
         return compute
 
@@ -100,10 +103,10 @@ class CpuRounds(TorchRounds):
         rows = x if at is None else x[at.clamp(min=0)]
         is_few = len(rows) <= MAX_RECORDED_ROWS  # host time limits rounds of few rows
         make = self._recorded.get if is_few else self._scores_of
-        scores, best, total = make(norm, eps, packed)(rows)
-        probs = out.new_empty(0, dtype=torch.float32) if draft_prob is None else draft_prob
-        arrays = (part.numpy() for part in (scores, best, total, ids, out, probs))
-        _map_ids(slot, *arrays)
+        scores, best, *total = make(norm, eps, packed, draft_prob is not None)(rows)
+        _map_ids(*(part.numpy() for part in (windows.slot, scores, best, ids, out)))
+        if draft_prob is not None:
+            _store_probs(*(part.numpy() for part in (scores, best, *total, draft_prob)))
         if logits is not None:
             logits.copy_(scores)
         return rows
@@ -159,19 +162,21 @@ def _is_greedy(slot, temperature):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _map_ids(slot, logits, best, total, ids, out, prob):  # type: ignore[no-untyped-def]
-    """Write the vocabulary id of the best column of each row; the lowest id wins a tie.
-
-    Write its probability too, if `prob` is not empty.
-    """
+def _map_ids(slot, logits, best, ids, out):  # type: ignore[no-untyped-def]
+    """Write the vocabulary id of the best column of each row; the lowest id wins a tie."""
     for r in range(len(slot)):
         out[r] = 0
-        top, found = logits[r, best[r]], ids[best[r]]
-        if len(prob):
-            prob[r] = math.exp(top - total[r])
         if slot[r] < 0:
             continue
+        top, found = logits[r, best[r]], ids[best[r]]
         for n in range(logits.shape[1]):
             if logits[r, n] == top and ids[n] < found:
                 found = ids[n]
         out[r] = found
+
+
+@compiled
+def _store_probs(logits, best, total, prob):  # type: ignore[no-untyped-def]
+    """Write the probability of the best column of each row; total: logsumexp of the rows."""
+    for r in range(len(best)):
+        prob[r] = math.exp(logits[r, best[r]] - total[r])

@@ -147,8 +147,8 @@ def split_amx(
 
     scratch = (scratch + 63) // 64 * 64
     qs = scratch  # [tall, padded] bf16
-    turned = qs + tall * padded * 2  # [tall / 16, padded / 32]: tiles of 16 pairs x 16 queries
-    scores = turned + tall * padded * 2  # [tall, SPLIT] fp32
+    query_tiles = qs + tall * padded * 2  # [tall / 16, padded / 32]: tiles of 16 pairs x 16 queries
+    scores = query_tiles + tall * padded * 2  # [tall, SPLIT] fp32
     high = scores + tall * SPLIT * 4  # [tall, SPLIT] bf16: weights
     low = high + tall * SPLIT * 2  # [tall, SPLIT] bf16: the remainder after `high`
     sums = low + tall * SPLIT * 2  # [tall, wide] fp32
@@ -169,7 +169,7 @@ def split_amx(
             clear(part + i * wide * 4, part_state + 8 * i, wide)
         return
     if padded > dim:  # padding must be 0: 0 * NaN is not 0
-        for at in range(qs, turned, 64):
+        for at in range(qs, query_tiles, 64):
             v.store(at, v.splat(_ZERO))
         for at in range(lines, lines + TILE_KEYS * padded * 2, 64):
             v.store(at, v.splat(_ZERO))
@@ -177,13 +177,13 @@ def split_amx(
         src = arg(args, ARG.q) + ((first + i // group) * num_q + head * group + i % group) * dim * 2
         v.copy_bf16(qs + i * padded * 2, src, dim)
     for i in range(0, tall, TILE_KEYS):
-        line, tiles = qs + i * padded * 2, turned + i * padded * 2
+        line, tiles = qs + i * padded * 2, query_tiles + i * padded * 2
         for step in range(padded // 32):
             transpose(line + 64 * step, padded * 2, tiles + TILE_BYTES * step, 64)
 
     _find_keys(args, slot, head, lowest, highest, places)
     at = lowest - split
-    _dot_keys(args, places, highest - lowest, queries, padded, turned, c, lines, scores + 4 * at)
+    _dot_keys(args, places, highest - lowest, queries, padded, query_tiles, c, lines, scores + 4 * at)
     keys = (highest - lowest + 31) // 32 * 32
     for i in range(queries):
         position = load_i64(positions + 8 * (i // group))
