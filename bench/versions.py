@@ -1,6 +1,6 @@
 """Speed of two checkouts, interleaved in one run; the last line of stdout is JSON.
 
-    python bench/versions.py --old ../draftproof-before --prompts spec_bench.jsonl [--device cuda]
+    python bench/versions.py --old ../draftproof-before --prompts spec_bench.jsonl [--device cuda] [--pairs 3]
                              [--engines plain,ngram,eagle3,hybrid] [--batches 1,8,64] [--logprobs none,5]
 
 Each checkout runs in a process of its own. Both build the same engine, then take turns of one `generate` call
@@ -8,6 +8,9 @@ with the same requests, so that a slow phase of the machine affects both. A cell
 logprobs; its ratio is the median over rounds of the new checkout's tokens per second over the old one's, with
 the quartiles. Digests of tokens and logprobs are compared as well. `plain` has no proposer configured; after
 all engines its rates give the last table: each engine over one without speculation.
+
+Two processes with the same code differ by up to 2 % for as long as they live. With --pairs the rounds are
+divided among as many pairs of processes, and `pairs` has the median ratio of each pair.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -53,46 +57,53 @@ def read_tasks(path: Path | None, names: list[str]) -> dict[str, list[str]]:
     return {name: prompts for name, prompts in tasks.items() if not names or name in names}
 
 
-def measure_cell(
-    sides: dict[str, CheckoutProcess], batches: list[list[list[int]]], params: dict[str, Any]
-) -> Any:
-    """Return rates and counts of both sides by round, and the number of rounds whose output differs."""
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    counts: dict[str, list[tuple[int, ...]]] = {name: [] for name in sides}
-    num_different = 0
-    for number, prompts in enumerate(batches):
-        digests = set()
-        for name in list(sides) if number % 2 else reversed(list(sides)):
-            reply = sides[name].call(prompts=prompts, params=params)
-            rates[name].append(reply["tokens"] / reply["seconds"])
-            counts[name].append((reply["steps"], reply["drafts"], reply["accepted"]))
-            digests.add(reply["digest"])
-        num_different += len(digests) > 1
-    return rates, counts, num_different
+class Cell:
+    """Rates and counts of both sides, by round, over all pairs of processes."""
 
+    def __init__(self) -> None:
+        self._rates: dict[str, list[float]] = {"old": [], "new": []}
+        self._counts: dict[str, list[tuple[int, ...]]] = {"old": [], "new": []}
+        self._pair_starts: list[int] = []  # the first round of each pair
+        self._num_different = 0
 
-def summarize(
-    rates: dict[str, list[float]], counts: dict[str, list[tuple[int, ...]]], num_different: int
-) -> dict[str, Any]:
-    """Return medians of both sides, ratios with median and quartiles, and mean counts of a round.
+    def measure(
+        self, sides: dict[str, CheckoutProcess], batches: list[list[list[int]]], params: dict[str, Any]
+    ) -> None:
+        """Measure a round for each batch, after one that is not counted."""
+        for side in sides.values():
+            side.call(prompts=batches[0], params=params)
+        self._pair_starts.append(len(self._rates["new"]))
+        for number, prompts in enumerate(batches):
+            digests = set()
+            for name in list(sides) if number % 2 else reversed(list(sides)):
+                reply = sides[name].call(prompts=prompts, params=params)
+                self._rates[name].append(reply["tokens"] / reply["seconds"])
+                self._counts[name].append((reply["steps"], reply["drafts"], reply["accepted"]))
+                digests.add(reply["digest"])
+            self._num_different += len(digests) > 1
 
-    Counts: steps of the request with the most, drafts and accepted drafts of all requests.
-    """
-    by_round = [new / old for new, old in zip(rates["new"], rates["old"], strict=True)]
-    ratios, count = sorted(by_round), len(by_round)
-    return {
-        "old": round(statistics.median(rates["old"]), 1),
-        "new": round(statistics.median(rates["new"]), 1),
-        "ratio": round(statistics.median(ratios), 3),
-        "quartiles": [round(ratios[count // 4], 3), round(ratios[(3 * count) // 4], 3)],
-        "rounds": count,
-        "ratios": [round(ratio, 3) for ratio in by_round],
-        "different": num_different,
-        "steps, drafts, accepted": {
-            name: [round(statistics.mean(column)) for column in zip(*rows, strict=True)]
-            for name, rows in counts.items()
-        },
-    }
+    def summary(self) -> dict[str, Any]:
+        """Return medians of both sides, ratios with median and quartiles, and mean counts of a round.
+
+        Counts: steps of the request with the most, drafts and accepted drafts of all requests.
+        """
+        rates = self._rates
+        by_round = [new / old for new, old in zip(rates["new"], rates["old"], strict=True)]
+        ratios, count, starts = sorted(by_round), len(by_round), [*self._pair_starts, len(by_round)]
+        return {
+            "old": round(statistics.median(rates["old"]), 1),
+            "new": round(statistics.median(rates["new"]), 1),
+            "ratio": round(statistics.median(ratios), 3),
+            "quartiles": [round(ratios[count // 4], 3), round(ratios[(3 * count) // 4], 3)],
+            "pairs": [round(statistics.median(by_round[a:b]), 3) for a, b in pairwise(starts)],
+            "rounds": count,
+            "ratios": [round(ratio, 3) for ratio in by_round],
+            "different": self._num_different,
+            "steps, drafts, accepted": {
+                name: [round(statistics.mean(column)) for column in zip(*rows, strict=True)]
+                for name, rows in self._counts.items()
+            },
+        }
 
 
 def draw_batches(prompts: list[list[int]], batch: int, rounds: int) -> list[list[list[int]]]:
@@ -118,57 +129,58 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--logprobs", default="none", help="numbers of logprobs, or none")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="of each pair; half of them from batch 9 on")
+    parser.add_argument("--pairs", type=int, default=1, help="pairs of processes, one after the other")
     parser.add_argument("--seconds", type=float, default=1e9, help="no new cell after this")
     parser.add_argument("--out", type=Path, help="JSON after every cell")
     options = parser.parse_args()
     batches = [int(n) for n in options.batches.split(",")]
     deadline = time.monotonic() + options.seconds
-    sides = {"old": CheckoutProcess(options.old, WORKER), "new": CheckoutProcess(options.new, WORKER)}
-    cells: dict[str, Any] = {}
-    starts: dict[str, Any] = {}
+    cells: dict[str, Cell] = defaultdict(Cell)
+    starts: dict[str, list[Any]] = defaultdict(list)
     tasks = read_tasks(options.prompts, [name for name in options.tasks.split(",") if name])
     ids: dict[str, list[list[int]]] = {}
-    for engine in options.engines.split(","):
-        settings = dict(
-            model=options.model, device=options.device, max_num_seqs=max(batches), max_model_len=2048
-        )
-        settings["kv_cache_tokens"] = 2048 * max(batches)
-        if ENGINES[engine] is not None:
-            settings["speculative_config"] = ENGINES[engine]
-        for side in sides.values():  # both at a time: a start compiles for long
-            side.send(engine=settings)
-        starts[engine] = {name: round(side.receive()["seconds"], 1) for name, side in sides.items()}
-        for name, texts in tasks.items() if not ids else ():
-            encoded = sides["new"].call(chat=texts)["ids"]
-            ids[name] = [prompt for prompt in encoded if len(prompt) < 2048 - options.tokens]
-        for batch in batches:
-            for task in ids if batch <= 8 else ("all",):
-                prompts = ids[task] if task in ids else [prompt for group in ids.values() for prompt in group]
-                for top in options.logprobs.split(","):
+    for pair in range(options.pairs):
+        sides = {"old": CheckoutProcess(options.old, WORKER), "new": CheckoutProcess(options.new, WORKER)}
+        for engine in options.engines.split(",") if time.monotonic() < deadline else ():
+            settings = dict(
+                model=options.model, device=options.device, max_num_seqs=max(batches), max_model_len=2048
+            )
+            settings["kv_cache_tokens"] = 2048 * max(batches)
+            if ENGINES[engine] is not None:
+                settings["speculative_config"] = ENGINES[engine]
+            for side in sides.values():  # both at a time: a start compiles for long
+                side.send(engine=settings)
+            starts[engine].append({name: round(side.receive()["seconds"], 1) for name, side in sides.items()})
+            for name, texts in tasks.items() if not ids else ():
+                encoded = sides["new"].call(chat=texts)["ids"]
+                ids[name] = [prompt for prompt in encoded if len(prompt) < 2048 - options.tokens]
+            for batch, top in product(batches, options.logprobs.split(",")):
+                for task in ids if batch <= 8 else ("all",):
                     if time.monotonic() > deadline:
                         continue
+                    prompts = ids[task] if task in ids else [one for group in ids.values() for one in group]
                     params = dict(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
                     params |= {} if top == "none" else {"logprobs": int(top)}
                     key = f"{engine}, batch {batch}, {task}" + ("" if top == "none" else f", logprobs={top}")
-                    rounds = draw_batches(
-                        prompts, batch, options.rounds if batch <= 8 else options.rounds // 2
-                    )
-                    measure_cell(sides, rounds[:1], params)
-                    cells[key] = summarize(*measure_cell(sides, rounds, params))
-                    print(key, cells[key], file=sys.stderr, flush=True)
+                    rounds = options.rounds if batch <= 8 else options.rounds // 2
+                    drawn = draw_batches(prompts, batch, rounds * options.pairs)
+                    cells[key].measure(sides, drawn[pair * rounds :][:rounds], params)
+                    print(key, cells[key].summary(), file=sys.stderr, flush=True)
                     if options.out:
-                        options.out.write_text(json.dumps({"starts": starts, "cells": cells}))
-    for side in sides.values():
-        side.close()
+                        found = {key: cell.summary() for key, cell in cells.items()}
+                        options.out.write_text(json.dumps({"start_seconds": starts, "cells": found}))
+        for side in sides.values():
+            side.close()
+    summaries = {key: cell.summary() for key, cell in cells.items()}
     over_plain: dict[str, dict[str, float]] = {"old": {}, "new": {}}
-    for key, cell in cells.items():
+    for key, cell in summaries.items():
         engine, _, rest = key.partition(", ")
-        if engine != "plain" and (plain := cells.get(f"plain, {rest}")):
+        if engine != "plain" and (plain := summaries.get(f"plain, {rest}")):
             for name, found in over_plain.items():
                 found[key] = round(cell[name] / plain[name], 3)
-    lowest = min(cell["ratio"] for cell in cells.values())
-    found = {"start_seconds": starts, "cells": cells, "over_plain": over_plain, "lowest_ratio": lowest}
+    lowest = min(cell["ratio"] for cell in summaries.values())
+    found = {"start_seconds": starts, "cells": summaries, "over_plain": over_plain, "lowest_ratio": lowest}
     finish("versions", found)
 
 
