@@ -6,7 +6,7 @@
     python bench/gpu.py --shape qwen3-30b-a3b --parts speed,logprobs,experts,floor --tokens 128 --tasks chat
 
 --shape: dummy weights in the shape of a public model, made without a download.
-bits, control: exactness, see `common/gpu_exactness.py`. logprobs: their cost, see `common/gpu_logprobs.py`.
+bits, control: exactness, see `common/gpu_exactness.py`. logprobs: cost, see `common/gpu_logprob_cost.py`.
 speed: tokens a second of `LLM.generate`, prefill and detokenisation included, sides in turn.
 drafters: cost of all logprobs beside each proposer, `--drafter-seconds`, with `--head` and `--draft-model`.
 fast: numerics="fast" against "exact". floor: limit by memory bandwidth. profile: time of a step by kernel.
@@ -34,7 +34,7 @@ from typing import Any
 
 from common.gpu_engine import SETTINGS, Bench, decoding, heat, kernels_of, params_of, steps_of, timed
 from common.gpu_exactness import bits, control
-from common.gpu_logprobs import drafters, logprobs
+from common.gpu_logprob_cost import drafters, logprobs
 from common.measure import finish
 from common.memory_floor import memory_floor
 from common.shapes import SHAPES, write_shape

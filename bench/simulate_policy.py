@@ -7,7 +7,7 @@
 adaptive: n-gram drafts. Outputs of the model are recorded once (--load keeps them), so the acceptance of any
 draft is known. A side is a number of steps of known rows. The adaptive side has the table of empty steps and
 learns the cost of context from its own steps, observed with noise. The oracle verifies accepted drafts only.
-closed: n-gram drafts in batches without arrivals, with step times of an H200 (common/closed_batches.py).
+closed: n-gram drafts in batches without arrivals, with step times of an H200 (common/closed_batch_replay.py).
 hybrid: the engine runs on the CPU, and its own policy decides by the table. On `h200` and `eight` the rounds
 of the model are decided before a step, on `cpu` behind it. Each task runs once before it counts.
 The last line of stdout is JSON with command, hardware and commit.
@@ -25,7 +25,7 @@ from typing import Any
 import head
 import numpy as np
 from adaptive import FIXED, TASKS, K
-from common.closed_batches import BATCHES, closed_batches
+from common.closed_batch_replay import BATCHES, closed_batches
 from common.measure import finish
 
 from draftproof import LLM, SamplingParams

@@ -18,7 +18,7 @@ from typing import Any
 
 import jsonschema
 from common.measure import finish
-from common.schema_text import draft_parts
+from common.schema_drafts import draft_parts
 
 from draftproof import LLM, SamplingParams, StructuredOutputs
 from draftproof.serve.api.generation.tool_options import tool_messages_as_text

@@ -15,7 +15,7 @@ import torch
 import compile_once
 from draftproof.engine.step import warmup
 from draftproof.ops.cpu import executor
-from draftproof.ops.cpu.jit import parallel_compile, resident_memory
+from draftproof.ops.cpu.jit import parallel_compile, release_memory
 from draftproof.text.grammar import compiler
 from draftproof.train import pipeline
 
@@ -61,7 +61,7 @@ def _run_small_forward(self: warmup.WarmUp, size: int) -> None:
 
 warmup.WarmUp.run_forward = _run_small_forward  # type: ignore[method-assign]
 # Pages of torch that each engine would release are needed by the next engine of the process.
-executor.release_start_up_memory = resident_memory.release_start_up_memory = lambda: None
+executor.release_start_up_memory = release_memory.release_start_up_memory = lambda: None
 pipeline.gc = SimpleNamespace(collect=lambda: None)  # type: ignore[assignment]  # before each trainer
 compiler.COMPILE_SECONDS = 120.0  # on a loaded machine
 

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from draftproof.models.load import load_checkpoint
 from draftproof.models.quantized import write
-from draftproof.text.tokenizer_files import write_tokenizer
+from draftproof.text.tokenizer_export import write_tokenizer
 
 BITS = 4
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from draftproof.models.load import load_checkpoint
 from draftproof.models.quantized.write import config_to_hf, write_tensors
-from draftproof.text.tokenizer_files import write_tokenizer
+from draftproof.text.tokenizer_export import write_tokenizer
 
 source, folder = Path(sys.argv[1]), Path(sys.argv[2])
 folder.mkdir(parents=True)

@@ -27,11 +27,11 @@ from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.live.operations import Operation, OperationName, check_mode
 from draftproof.engine.validation import Limits
 from draftproof.errors import ConfigError, RequestError
+from draftproof.frontend.continuation_scores import score_output
 from draftproof.frontend.engine_thread import EngineThread
 from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
 from draftproof.frontend.pooler import PoolingParams, pooling_params_for
 from draftproof.frontend.request_tracker import Job
-from draftproof.frontend.scoring import score_output
 from draftproof.frontend.stream_queue import StreamQueue
 from draftproof.metrics import EngineStats, SpecStats, StepTotals, WorkerStatus
 from draftproof.outputs import EmbeddingRequestOutput, Logprob, RequestOutput, ScoreOutput, TokenEvent

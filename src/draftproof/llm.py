@@ -11,15 +11,15 @@ from typing import Any
 
 from draftproof.config import DEFAULT_MODEL, EngineConfig
 from draftproof.engine.engine import Engine
-from draftproof.engine.parallel.model_part import load_for
+from draftproof.engine.parallel.rank_checkpoint import load_for
 from draftproof.errors import EngineClosedError, LoadError, QueueFullError
 from draftproof.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, step_logprobs
+from draftproof.frontend.continuation_scores import score_output
 from draftproof.frontend.input_processor import InputProcessor, Messages, params_for
 from draftproof.frontend.operations import EngineOperations
 from draftproof.frontend.pooler import PoolingParams, pooling_params_for, read_pooler
 from draftproof.frontend.progress import progress_bar
 from draftproof.frontend.request_tracker import Job, OnEvents, RequestTracker
-from draftproof.frontend.scoring import score_output
 from draftproof.models.hub import find_model
 from draftproof.models.load import Checkpoint
 from draftproof.outputs import EmbeddingRequestOutput, RequestOutput, ScoreOutput, TokenEvent

@@ -17,7 +17,7 @@ from draftproof.audit.probes.replay import compared, difference
 from draftproof.audit.probes.result import Plan, Status
 from draftproof.audit.report.verdict import curl
 from draftproof.audit.self_test import STUB_URL
-from draftproof.audit.stats.listed import listed
+from draftproof.audit.stats.reported_distributions import listed
 from draftproof.audit.stats.rows import rows
 from draftproof.audit.stub.generate import HONEST, Fault
 from draftproof.audit.stub.model import StubModel

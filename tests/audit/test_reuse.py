@@ -9,8 +9,8 @@ import pytest
 
 from draftproof.audit.client.answer import Position
 from draftproof.audit.probes.token_tests import TokenTests
-from draftproof.audit.stats.listed import listed
-from draftproof.audit.stats.race import race
+from draftproof.audit.stats.gumbel_reuse import race
+from draftproof.audit.stats.reported_distributions import listed
 from draftproof.audit.stats.reuse import ReuseTest, Vocabulary, noise
 
 FIRST = {" a": 0.5, " b": 0.2, " c": 0.2, "</s>": 0.05}

@@ -21,7 +21,7 @@ from draftproof.audit.stats.bernoulli import (
 from draftproof.audit.stats.categories import CategoryTest
 from draftproof.audit.stats.detectable import smallest_bias
 from draftproof.audit.stats.error_rate import ERROR_RATE, WEIGHTS, log_threshold
-from draftproof.audit.stats.listed import is_end_token, listed
+from draftproof.audit.stats.reported_distributions import is_end_token, listed
 from draftproof.audit.stats.rows import Rows, rows
 
 PROBABILITIES = st.floats(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)

@@ -10,7 +10,7 @@ import head
 import numpy as np
 import pytest
 import simulate_policy
-from common import closed_batches
+from common import closed_batch_replay
 
 import heads
 import tiny
@@ -112,11 +112,11 @@ def test_replay_uses_step_times_of_a_table(bench: Any, machine: str, monkeypatch
 
 
 def test_closed_batches_slow_down_little_by_drafts_that_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closed_batches, "BATCHES", (8, 256))
+    monkeypatch.setattr(closed_batch_replay, "BATCHES", (8, 256))
     shape = (4, 65)
     recorded = SimpleNamespace(tokens=64, prompt=np.full(4, 300))
     recorded.drafts, recorded.accepted = np.full(shape, 5), np.zeros(shape, np.int64)
-    found = closed_batches.closed_batches(recorded, 5)
+    found = closed_batch_replay.closed_batches(recorded, 5)
     assert min(found["adaptive"]) > 0.98 > found["k=1"][1]
     recorded.accepted = recorded.drafts
-    assert min(closed_batches.closed_batches(recorded, 5)["adaptive"]) > 2
+    assert min(closed_batch_replay.closed_batches(recorded, 5)["adaptive"]) > 2

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import heads
 import tiny
 from draftproof.config import EngineConfig
-from draftproof.engine.parallel.model_part import cut_checkpoint, plan_cuts
+from draftproof.engine.parallel.rank_checkpoint import cut_checkpoint, plan_cuts
 from draftproof.models.draft_head.model import DraftHeadModel, TargetParts
 from draftproof.models.registry import create_model
 from draftproof.models.runner import Runner

@@ -13,7 +13,7 @@ import pytest
 from async_serving import CASES as SERVED_CASES
 from async_serving import check_left, facts
 from covering import pairwise
-from draftproof.engine.drafting.run_ahead import RunAhead
+from draftproof.engine.drafting.run_ahead_depth import RunAhead
 from draftproof.engine.loop import Loop
 from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Scheduler

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftproof import LLM, LoadError, RequestError, SamplingParams
-from draftproof.frontend.metric_list import Counter, Gauge, Histogram, Vector
+from draftproof.frontend.vllm_metrics import Counter, Gauge, Histogram, Vector
 from text_pieces import make_llm, seen
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}

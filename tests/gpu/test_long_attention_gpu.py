@@ -21,7 +21,7 @@ from draftproof.ops.triton.attention import (
     warp_specialized,
     worklist,
 )
-from draftproof.ops.triton.attention.quantized import rows as quantized_rows
+from draftproof.ops.triton.attention.quantized import decode_kernel as quantized_decode
 from draftproof.ops.triton.backend import TritonOps
 
 
@@ -195,7 +195,7 @@ def selected(*, everywhere: bool, even: bool = True) -> Iterator[None]:
 def watched_tiles(inputs: Inputs) -> AbstractContextManager[mock.Mock]:
     """Return a patch that counts the launches of whole tiles."""
     module, name = (
-        (quantized_rows, "launch_even") if inputs.is_quantized else (warp_specialized, "launch_tiles")
+        (quantized_decode, "launch_even") if inputs.is_quantized else (warp_specialized, "launch_tiles")
     )
     return mock.patch.object(module, name, wraps=getattr(module, name))
 
@@ -262,7 +262,7 @@ def assert_same_bits_of_few(inputs: Inputs, ops: TritonOps) -> None:
     want = reference(inputs, ops)
     ops.forward._partials.parts.fill_(torch.nan)
     ops.forward._partials.stats.fill_(torch.nan)
-    module, name = (quantized_rows, "launch_few") if inputs.is_quantized else (few_rows, "launch")
+    module, name = (quantized_decode, "launch_few") if inputs.is_quantized else (few_rows, "launch")
     with (
         selected(everywhere=True),
         mock.patch.object(module, name, wraps=getattr(module, name)) as launch,

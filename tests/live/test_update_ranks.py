@@ -12,7 +12,7 @@ import tiny
 from checkpoint_copies import copy_of
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
-from draftproof.engine.parallel.split_weights import SplitWeights
+from draftproof.engine.parallel.sharded_weights import SplitWeights
 from draftproof.errors import LoadError
 from draftproof.models.load import Checkpoint
 from draftproof.sampling_params import SamplingParams

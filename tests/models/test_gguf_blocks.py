@@ -16,7 +16,7 @@ from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.gguf.blocks import DECODERS, read_blocks
 from draftproof.models.gguf.file import TYPES, read_gguf
-from draftproof.models.gguf.weights import BLOCK_BYTES, GGUFWeight
+from draftproof.models.gguf.mapped_weights import BLOCK_BYTES, GGUFWeight
 from draftproof.models.hub import cache_folder
 from draftproof.models.load import load_checkpoint
 from draftproof.models.weight_formats import BlockWeight, FloatWeight

@@ -11,7 +11,7 @@ import torch
 
 from draftproof import LLM, SamplingParams
 from draftproof.models.config import ModelConfig
-from draftproof.models.gguf import cache_files, packed_store, weights
+from draftproof.models.gguf import cache_files, mapped_weights, packed_store
 from draftproof.models.gguf.packed_store import PackedStore
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.models.registry import create_model
@@ -78,10 +78,10 @@ def test_weight_packed_in_chunks_equals_one_packed_whole(
 ) -> None:
     path = tmp_path / "m.gguf"
     made, ops = load(path, kind), resolve("cpu", CPU)
-    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(mapped_weights, "CHUNK_ELEMENTS", 1)
     names = [f"model.layers.0.mlp.{x}_proj" for x in ("gate", "up")]
     parts = [made.weights[f"{name}.weight"] for name in names]
-    assert len(weights.chunk_ranges(parts)) == 4  # type: ignore[arg-type]
+    assert len(mapped_weights.chunk_ranges(parts)) == 4  # type: ignore[arg-type]
     store = PackedStore(ops, tmp_path / "x.packed")
     stored = store.packed(names, parts, None)
     store.discard()
@@ -95,11 +95,11 @@ def test_second_start_maps_the_file_of_the_first(
 ) -> None:
     path = tmp_path / "m.gguf"
     load(path, "Q4_K")
-    want, calls, decode = logits(path, "torch"), [], weights.GGUFWeight.decode
+    want, calls, decode = logits(path, "torch"), [], mapped_weights.GGUFWeight.decode
     first = logits(path)
     assert torch.allclose(first, want, atol=1e-4)
     (stored,) = own_cache.iterdir()
-    monkeypatch.setattr(weights.GGUFWeight, "decode", lambda *a: calls.append(1) or decode(*a))
+    monkeypatch.setattr(mapped_weights.GGUFWeight, "decode", lambda *a: calls.append(1) or decode(*a))
     assert torch.equal(logits(path), first) and not calls
     whole = stored.read_bytes()
     middle = len(whole) // 2

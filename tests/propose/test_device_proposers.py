@@ -13,8 +13,8 @@ import torch
 import heads
 import proposers
 from distribution import ALLOWED, ALPHA, engine_distribution, p_value
-from draftproof.propose import draft_ranks
-from draftproof.propose.draft_ranks import DraftRanks
+from draftproof.propose import draft_logprobs
+from draftproof.propose.draft_logprobs import DraftRanks
 from draftproof.propose.head import HeadProposer, MtpProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft
@@ -129,7 +129,7 @@ def test_ranks_of_stored_logits_equal_those_in_turn(kind, monkeypatch):
         tops = [[token for token, _ in each.draft_top] for each in (one, other)]
         assert tops[0] == tops[1] and (one.token_id, one.draft_rank) == (other.token_id, other.draft_rank)
     for limit in (1, 2 * 4 * 3 * VOCAB):  # one round or two at a time
-        monkeypatch.setattr(draft_ranks, "MAX_STORED_BYTES", limit)
+        monkeypatch.setattr(draft_logprobs, "MAX_STORED_BYTES", limit)
         assert drafts_of() == stored
     monkeypatch.undo()
     monkeypatch.setitem(OPTIONS, "ranked", fields)

@@ -10,7 +10,11 @@ import tiny
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
 from draftproof.errors import ConfigError, LoadError
-from draftproof.models.draft_head.bundled import bundled_heads, find_bundled_head, find_bundled_head_by_size
+from draftproof.models.draft_head.bundled_heads import (
+    bundled_heads,
+    find_bundled_head,
+    find_bundled_head_by_size,
+)
 from draftproof.models.draft_head.config import TargetIdentity
 from draftproof.models.draft_head.formats import load_draft_head
 from draftproof.models.load import load_checkpoint

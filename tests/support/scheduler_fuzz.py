@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 import tiny
 from draftproof.engine.drafting.policy import DraftPolicy, DraftRun, StepObservation
-from draftproof.engine.drafting.run_ahead import StepTimes
+from draftproof.engine.drafting.run_ahead_depth import StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.page_pool import Pages
 from draftproof.engine.scheduler import Busy, Scheduler

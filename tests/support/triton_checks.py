@@ -42,7 +42,7 @@ from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import FOUR_BITS
 from draftproof.ops.triton.quantized import gemm as quantized
-from draftproof.ops.triton.quantized.rows import QuantizedRows, prepare_rows
+from draftproof.ops.triton.quantized.row_quantization import QuantizedRows, prepare_rows
 from draftproof.ops.triton.sampling import topk, topk_topp
 from draftproof.train.model import loss
 from merge_kernels import merge_rows_kernel

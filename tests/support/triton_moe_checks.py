@@ -26,7 +26,7 @@ from draftproof.ops import ExpertPart, Mlp, Moe, Ops, Routing
 from draftproof.ops.reference import moe as definition
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.moe import forward, routing, tiles
-from draftproof.ops.triton.moe.tuning import assignment_of
+from draftproof.ops.triton.moe.tuning_launches import assignment_of
 from exact import Batch, Case, Setup
 from opcheck import assert_close, bits
 from quantized_files import int4_weight_with_zeros, mxfp4_weight

@@ -38,7 +38,7 @@ from draftproof.train.model import head_module
 from draftproof.train.model.attention import causal
 from draftproof.train.model.grad_graph import GradientGraph
 from draftproof.train.model.loss import LossWeights, Rows, unrolled_loss
-from draftproof.train.model.target import TargetModel
+from draftproof.train.model.target_forward import TargetModel
 from draftproof.train.progress import ProgressReporter
 from draftproof.train.time_budget import TimeEstimate, measured
 from draftproof.train.trainer import Trainer, loss_weight

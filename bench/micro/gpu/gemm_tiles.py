@@ -35,7 +35,7 @@ from draftproof.ops.triton.gemm.tile_cache import encode_key
 from draftproof.ops.triton.gemm.tiles import Tile, TileKey, row_bucket
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.quantized import gemm as quantized
-from draftproof.ops.triton.quantized.rows import prepare_rows
+from draftproof.ops.triton.quantized.row_quantization import prepare_rows
 
 SHARED_BYTES = 210 << 10  # for the stages
 MIN_GAIN = 0.03

@@ -40,7 +40,7 @@ from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.moe import routing, tiles
 from draftproof.ops.triton.moe.experts import expert_linear
 from draftproof.ops.triton.moe.tiles import FEW_ROWS
-from draftproof.ops.triton.moe.tuning import assignment_of, random_experts
+from draftproof.ops.triton.moe.tuning_launches import assignment_of, random_experts
 
 BF16 = torch.bfloat16
 HIDDEN, INNER, RULE = 2048, 768, Routing(num_experts=128, top_k=8)

@@ -39,8 +39,8 @@ from draftproof.ops.triton.moe import tiles
 from draftproof.ops.triton.moe.combine import combine
 from draftproof.ops.triton.moe.experts import expert_linear
 from draftproof.ops.triton.moe.routing import route
-from draftproof.ops.triton.moe.tuning import assignment_of, random_experts
-from draftproof.ops.triton.quantized.rows import prepare_rows
+from draftproof.ops.triton.moe.tuning_launches import assignment_of, random_experts
+from draftproof.ops.triton.quantized.row_quantization import prepare_rows
 
 
 @dataclass(frozen=True)

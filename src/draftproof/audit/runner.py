@@ -22,7 +22,7 @@ from draftproof.audit.probes import (
     bookkeeping,
     cross_scoring,
     greedy,
-    options,
+    output_options,
     processors,
     replay,
     rescoring,
@@ -38,7 +38,7 @@ STAGES: Mapping[str, tuple[Probe, ...]] = {
     "greedy": (greedy.run,),
     "replay": (replay.run,),
     "rescoring": (rescoring.run,),
-    "options": (options.run, processors.run),
+    "options": (output_options.run, processors.run),
     "against": (against_probe.run, cross_scoring.run),
     "sampling": (sampling.run,),
 }

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftproof.cli.local_model import add_model_options, load_model, sampling_params, stream_output
-from draftproof.cli.render import legend
+from draftproof.cli.output_rendering import legend
 from draftproof.errors import RequestError
 
 if TYPE_CHECKING:

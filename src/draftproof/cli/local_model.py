@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftproof.cli.engine_options import add_engine_options, add_model, read_engine_options
-from draftproof.cli.render import RenderedOutput, render
+from draftproof.cli.output_rendering import RenderedOutput, render
 from draftproof.registry import no_collection
 
 if TYPE_CHECKING:

@@ -73,7 +73,7 @@ def _write(checkpoint: Checkpoint, folder: Path, name: str, group_size: int | No
     from draftproof.models.expected_tensors import split_draft_tensors
     from draftproof.models.quantized import write
     from draftproof.models.weights.low_bit import INT4_GROUPS
-    from draftproof.text.tokenizer_files import write_tokenizer
+    from draftproof.text.tokenizer_export import write_tokenizer
 
     source = checkpoint.source
     assert source is not None, "a name was loaded"

@@ -17,7 +17,7 @@ from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.loop import Loop
 from draftproof.engine.page_pool import Pages
 from draftproof.engine.parallel.leader import LeaderRunner, LeaderSlots, mirror_graphs
-from draftproof.engine.parallel.model_part import (
+from draftproof.engine.parallel.rank_checkpoint import (
     WholeVocabulary,
     check_invariant,
     cut_checkpoint,
@@ -27,7 +27,7 @@ from draftproof.engine.parallel.model_part import (
     whole_vocabulary,
 )
 from draftproof.engine.parallel.rank_processes import RankProcesses
-from draftproof.engine.parallel.split_weights import SplitWeights
+from draftproof.engine.parallel.sharded_weights import SplitWeights
 from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sizing import Sizes, resolve_sizes
 from draftproof.engine.slots import Slots

@@ -19,7 +19,7 @@ from draftproof.array_types import Bools, Ints
 from draftproof.engine.drafting.policy import DraftDecision, StepObservation
 from draftproof.engine.drafting.prediction_drafts import PredictionDrafts, with_prediction_source
 from draftproof.engine.drafting.proposer_hooks import ProposerHooks, propose_batch
-from draftproof.engine.drafting.run_ahead import StepTimes
+from draftproof.engine.drafting.run_ahead_depth import StepTimes
 from draftproof.engine.fault_recovery import FaultRecovery, StepFault
 from draftproof.engine.invariants import check_step
 from draftproof.engine.request_release import RequestRelease
@@ -28,10 +28,10 @@ from draftproof.engine.sequence import PooledRows, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import grammar_masks
 from draftproof.engine.step.device_step import DeviceStep, PendingStep
-from draftproof.engine.step.draft_columns import draft_columns
 from draftproof.engine.step.mask_thread import MaskThread
 from draftproof.engine.step.pooling import pool_rows
 from draftproof.engine.step.queued_logprobs import queue_logprobs, read_logprobs
+from draftproof.engine.step.reported_drafts import draft_columns
 from draftproof.engine.step.step_features import features_of
 from draftproof.engine.step.step_results import GrammarErrors, HostOutput, StepResults
 from draftproof.errors import DEVICE_ERRORS

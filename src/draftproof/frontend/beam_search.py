@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from draftproof.errors import RequestError
-from draftproof.frontend.scoring import check_finished
+from draftproof.frontend.continuation_scores import check_finished
 from draftproof.outputs import Logprob, RequestOutput
 from draftproof.sampling_params import SamplingParams
 from draftproof.text.tokenizer import Tokenizer

@@ -16,9 +16,9 @@ from draftproof.config import EngineConfig
 from draftproof.errors import RequestError, nearest
 from draftproof.frontend.beam_search import BeamSearchParams
 from draftproof.frontend.engine_client import EngineClient
-from draftproof.frontend.metric_list import Metric, metric_list
 from draftproof.frontend.pooler import Pooler, PoolingParams
 from draftproof.frontend.request_tracker import Job, OnEvents, RequestTracker
+from draftproof.frontend.vllm_metrics import Metric, metric_list
 from draftproof.metrics import EngineStats, SpecStats
 from draftproof.sampling_params import MAX_SEED, SamplingParams
 from draftproof.text.prompts import Prompt, prompt_list, token_ids

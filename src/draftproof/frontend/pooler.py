@@ -17,7 +17,7 @@ import numpy as np
 from draftproof.array_types import Floats32
 from draftproof.config import EngineConfig
 from draftproof.errors import LoadError, RequestError
-from draftproof.frontend.scoring import check_finished
+from draftproof.frontend.continuation_scores import check_finished
 from draftproof.models.config import read_json
 from draftproof.models.gguf.file import GGUFFile, is_gguf, read_gguf
 from draftproof.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput

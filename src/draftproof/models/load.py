@@ -23,8 +23,8 @@ from draftproof.models.families.checkpoint import model_names, stored_norms
 from draftproof.models.families.moe import keeps_stored_dtype
 from draftproof.models.gguf.dense import config_from_gguf, gguf_tensors, gguf_weights
 from draftproof.models.gguf.file import GGUFFile, is_gguf, read_gguf
+from draftproof.models.gguf.mapped_weights import has_blocks
 from draftproof.models.gguf.weight_cache import read_unpacked, unpacked_path, write_unpacked
-from draftproof.models.gguf.weights import has_blocks
 from draftproof.models.hub import find_model
 from draftproof.models.quantized.config import parse_quantization
 from draftproof.models.quantized.read import read_stored

@@ -13,7 +13,7 @@ import torch
 from draftproof.models.config import ModelConfig
 from draftproof.models.gguf.dense import hf_name
 from draftproof.models.gguf.file import TYPES, check_types, num_bytes, read_gguf
-from draftproof.models.gguf.weights import CHUNK_ROWS, GGUFMapping, GGUFWeight, has_blocks
+from draftproof.models.gguf.mapped_weights import CHUNK_ROWS, GGUFMapping, GGUFWeight, has_blocks
 from draftproof.models.safetensors_io import checkpoint_files, read_safetensors
 from draftproof.ops import resolve
 

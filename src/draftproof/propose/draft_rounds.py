@@ -22,7 +22,7 @@ from draftproof.errors import ConfigError
 from draftproof.ops import DraftVocab, Ops, Rows
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Calibration
-from draftproof.propose.draft_ranks import DraftRanks
+from draftproof.propose.draft_logprobs import DraftRanks
 from draftproof.types import DeviceBatch, Draft, DraftSpec, Windows
 
 DRAFT_SAMPLING = ("shared", "argmax")  # with the target's noise; the likeliest token at any temperature

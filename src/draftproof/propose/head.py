@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
-from draftproof.models.draft_head.bundled import find_bundled_head, find_bundled_head_by_size
+from draftproof.models.draft_head.bundled_heads import find_bundled_head, find_bundled_head_by_size
 from draftproof.models.draft_head.config import chain_prefix
 from draftproof.models.draft_head.formats import load_draft_head, named_weights, read_draft_head
 from draftproof.models.draft_head.model import DraftHeadModel

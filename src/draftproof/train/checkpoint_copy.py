@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftproof.models.config import read_json
-from draftproof.models.draft_head.native import mtp_tensors
+from draftproof.models.draft_head.checkpoint_mtp import mtp_tensors
 from draftproof.models.load import Checkpoint
 from draftproof.models.quantized.write import config_to_hf, copy_other_files, write_tensors
 from draftproof.models.safetensors_io import INDEX_FILE, checkpoint_files, read_safetensors
-from draftproof.text.tokenizer_files import write_tokenizer
+from draftproof.text.tokenizer_export import write_tokenizer
 from draftproof.train.config import write_json
 
 MTP_FILE = "mtp.safetensors"

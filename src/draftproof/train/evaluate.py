@@ -19,7 +19,7 @@ from torch import Tensor
 from draftproof.ops import STREAM_SAMPLE, Ops
 from draftproof.train.data.dataset import Batch, Text
 from draftproof.train.model.head_module import HeadModule, Weights
-from draftproof.train.model.target import TargetModel
+from draftproof.train.model.target_forward import TargetModel
 
 # logits [R, draft vocab], seeds [R], positions [R] -> ids [R]
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]

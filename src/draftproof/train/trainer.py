@@ -16,9 +16,9 @@ from torch import Tensor
 
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
+from draftproof.models.draft_head.checkpoint_mtp import has_mtp_tensors
 from draftproof.models.draft_head.config import LAYER_FLAGS, LAYER_SIZES, DraftHeadConfig, TargetIdentity
 from draftproof.models.draft_head.formats import load_draft_head
-from draftproof.models.draft_head.native import has_mtp_tensors
 from draftproof.models.load import DTYPES, Checkpoint
 from draftproof.models.weight_formats import dequantize_all, read_weights
 from draftproof.ops import resolve
@@ -30,7 +30,7 @@ from draftproof.train.export import stored, write_head
 from draftproof.train.model.grad_graph import MAX_ROW_COUNTS, BatchTensors, GradientGraph, GradientsAndLoss
 from draftproof.train.model.head_module import HeadModule, new_weights
 from draftproof.train.model.loss import LossWeights, Rows, unrolled_loss
-from draftproof.train.model.target import TargetModel
+from draftproof.train.model.target_forward import TargetModel
 from draftproof.train.optimizer import HeadOptimizer
 from draftproof.train.progress import ProgressReporter
 

@@ -22,7 +22,7 @@ from draftproof.engine.drafting.budget import (
 from draftproof.engine.drafting.budget_kernels import CLASSES, RATES
 from draftproof.engine.drafting.device_proposer import MAX_FEW_ENTRIES, DraftRunner
 from draftproof.engine.drafting.policy import DraftModel, DraftPolicy, DraftRun, StepObservation
-from draftproof.engine.drafting.run_ahead import StepTimes
+from draftproof.engine.drafting.run_ahead_depth import StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, FinishStatus

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftproof.engine.drafting.run_ahead import RunAhead, StepTimes
+from draftproof.engine.drafting.run_ahead_depth import RunAhead, StepTimes
 
 
 def times(read: float, waited: float, was_ready: bool = False, behind: bool = True) -> StepTimes:

@@ -7,7 +7,7 @@ from collections import Counter
 from draftproof.audit.client.answer import Answer
 from draftproof.audit.probes.replay import first_difference
 from draftproof.audit.probes.result import Context, Finding, Result, Status, call_of, not_testable
-from draftproof.audit.stats.listed import is_end_token
+from draftproof.audit.stats.reported_distributions import is_end_token
 
 TITLE = "tokens, logprobs, text, usage and finish reasons agree in every answer"
 MAX_FINDINGS = 6

@@ -19,7 +19,7 @@ from draftproof.audit.prompts import sampling_prompt
 from draftproof.audit.stats.bernoulli import TOP1_ALTERNATIVES, BernoulliTest
 from draftproof.audit.stats.detectable import smallest_bias
 from draftproof.audit.stats.error_rate import ERROR_RATE
-from draftproof.audit.stats.listed import listed
+from draftproof.audit.stats.reported_distributions import listed
 from draftproof.audit.stats.rows import rows
 
 TITLE = "the first endpoint samples the top-1 token with the probability that the second one reports"

@@ -11,7 +11,7 @@ from draftproof.audit.client.answer import Answer, Position
 from draftproof.audit.probes.greedy import TIE_NATS
 from draftproof.audit.probes.result import Context, Finding, Result, Status, call_of, not_testable
 from draftproof.audit.prompts import COPIES, sampling_prompt
-from draftproof.audit.stats.listed import is_end_token
+from draftproof.audit.stats.reported_distributions import is_end_token
 
 BIAS = "a token with logit_bias -100 is not sampled"
 PENALTY = "frequency_penalty applies to every position"

@@ -18,7 +18,7 @@ from draftproof.audit.stats.bernoulli import (
 from draftproof.audit.stats.categories import CategoryTest
 from draftproof.audit.stats.detectable import smallest_bias
 from draftproof.audit.stats.error_rate import log_threshold
-from draftproof.audit.stats.listed import listed
+from draftproof.audit.stats.reported_distributions import listed
 from draftproof.audit.stats.reuse import ReuseTest, Vocabulary, noise
 from draftproof.audit.stats.rows import DECILES, RANK_ENDS, Rows, rows
 

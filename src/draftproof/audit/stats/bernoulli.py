@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from draftproof.audit.stats.arrays import Bools, Floats
+from draftproof.audit.stats.array_types import Bools, Floats
 
 # Logprobs are often rounded to 4 digits; probabilities nearer to 0 or 1 are moved to this distance.
 PROBABILITY_MARGIN = 1e-4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftproof.audit.stats.arrays import Floats, Ints
+from draftproof.audit.stats.array_types import Floats, Ints
 
 PRIOR_EVENTS = 20.0  # expected events of a category that count as observed as expected
 SMALLEST_PROBABILITY = 1e-9

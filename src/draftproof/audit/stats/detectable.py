@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from draftproof.audit.stats.arrays import Floats, Ints
+from draftproof.audit.stats.array_types import Floats, Ints
 from draftproof.audit.stats.bernoulli import PROBABILITY_MARGIN, Alternative, log_ratios, shift
 
 POWER_QUANTILE = 1.2816  # of the normal distribution, for a power of 0.9

@@ -4,7 +4,7 @@ A sampler that inverts the cumulative distribution maps one uniform number to a 
 probabilities show the span of that number: between the mass before the token and the mass up to it. The
 order of the tokens is that of the probabilities or that of the token ids. If the number of an earlier
 position is used again, the spans of both positions overlap. A sampler with noise for each token is tested
-by `stats/race.py`.
+by `stats/gumbel_reuse.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftproof.audit.client.answer import Position
-from draftproof.audit.stats.arrays import Bools, Floats, Ints
-from draftproof.audit.stats.listed import Listed
-from draftproof.audit.stats.race import RACE_LAGS, race_ratios
+from draftproof.audit.stats.array_types import Bools, Floats, Ints
+from draftproof.audit.stats.gumbel_reuse import RACE_LAGS, race_ratios
+from draftproof.audit.stats.reported_distributions import Listed
 
 LAGS = 8
 REUSED_SHARES = np.array([0.1, 0.4, 0.9])  # of positions that use the noise of the earlier one

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftproof.audit.client.answer import Position, is_partial_text
-from draftproof.audit.stats.arrays import Bools, Floats, Ints
-from draftproof.audit.stats.listed import Listed
+from draftproof.audit.stats.array_types import Bools, Floats, Ints
+from draftproof.audit.stats.reported_distributions import Listed
 
 RANK_ENDS = (1, 2, 3, 5, 10, 20)  # last rank of each category; one more for all later ranks
 DECILES = 10

@@ -18,7 +18,7 @@ from draftproof.cli.chat.slash_commands import COMMANDS, reply_to, run_command
 from draftproof.cli.chat.tools import Tool, load_tools
 from draftproof.cli.chat.views import VIEWS, printable
 from draftproof.cli.local_model import CHAT_ENGINE_OPTIONS, add_model_options, load_model
-from draftproof.cli.render import legend
+from draftproof.cli.output_rendering import legend
 from draftproof.errors import ConfigError, DraftproofError
 
 LOCAL_REQUEST_SECONDS = 7 * 86400.0  # no limit in practice: the user can stop a reply

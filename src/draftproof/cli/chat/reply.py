@@ -10,7 +10,7 @@ from typing import Any
 
 from draftproof.cli.chat.client import Chunk, Message
 from draftproof.cli.chat.views import ReplyView
-from draftproof.cli.render import figures_line
+from draftproof.cli.output_rendering import figures_line
 from draftproof.metrics import SpecStats
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftproof.cli.chat.markdown_stream import MarkdownStream
-from draftproof.cli.render import STYLES
+from draftproof.cli.output_rendering import STYLES
 
 VIEWS = ("markdown", "drafts", "plain")
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from draftproof.array_types import Bools, Ints
 from draftproof.engine.drafting.acceptance_warning import AcceptanceWarning
 from draftproof.engine.drafting.budget import DraftBudget
-from draftproof.engine.drafting.run_ahead import RunAhead, StepTimes
+from draftproof.engine.drafting.run_ahead_depth import RunAhead, StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.sequence import StepPlan
 from draftproof.propose.base import Proposer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof.config import EngineConfig
-from draftproof.engine.parallel.split_weights import SplitWeights
+from draftproof.engine.parallel.sharded_weights import SplitWeights
 from draftproof.errors import ConfigError, LoadError
 from draftproof.models.config import ModelConfig
 from draftproof.models.load import Checkpoint, keeps_blocks, load_checkpoint

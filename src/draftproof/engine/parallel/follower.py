@@ -20,7 +20,7 @@ from torch import Tensor
 from draftproof.config import EngineConfig
 from draftproof.engine.build import check_formats
 from draftproof.engine.live.sleep import SleepMode, SleepTag
-from draftproof.engine.parallel.model_part import cut_checkpoint, load_for, plan_cuts, rank_ops
+from draftproof.engine.parallel.rank_checkpoint import cut_checkpoint, load_for, plan_cuts, rank_ops
 from draftproof.engine.parallel.rank_processes import Call
 from draftproof.engine.sizing import Sizes, resolve_sizes
 from draftproof.models.registry import create_model

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from draftproof.errors import LoadError
 from draftproof.models.config import ModelConfig, read_json
+from draftproof.models.draft_head.checkpoint_mtp import read_gguf_mtp, read_native_mtp
 from draftproof.models.draft_head.config import LAYER_SIZES, DraftHeadConfig, TargetIdentity
 from draftproof.models.draft_head.mtp_forms import declared_mtp_layers, find_form
-from draftproof.models.draft_head.native import read_gguf_mtp, read_native_mtp
 from draftproof.models.expected_tensors import check_shapes, split_draft_tensors
 from draftproof.models.gguf.file import is_gguf
 from draftproof.models.hub import find_model

@@ -19,9 +19,9 @@ from draftproof.models.families.dense import DENSE_FAMILIES, DenseFamily
 from draftproof.models.families.moe import keeps_stored_dtype
 from draftproof.models.gguf.experts import expert_tensors, moe_architecture, moe_from_gguf
 from draftproof.models.gguf.file import TYPES, GGUFFile, TensorInfo, check_types, end_token_ids
-from draftproof.models.gguf.layouts import LatentUp, join_latent_up, read_tensor, split_fused_rows
+from draftproof.models.gguf.fused_tensors import LatentUp, join_latent_up, read_tensor, split_fused_rows
+from draftproof.models.gguf.mapped_weights import GGUFMapping, GGUFWeight, has_blocks
 from draftproof.models.gguf.rope import ROPE_TENSORS, latent_from_gguf, rope_from_gguf, short_float
-from draftproof.models.gguf.weights import GGUFMapping, GGUFWeight, has_blocks
 from draftproof.models.hf_config import ACTIVATIONS, no_rope_layers
 from draftproof.models.registry import expected_tensors
 from draftproof.models.rope import qk_to_halves

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from draftproof.models.gguf.cache_files import TEMPORARY_PREFIX, cached_file, record_use, remove_unused
-from draftproof.models.gguf.weights import GGUFWeight, chunk_ranges, decode_range
+from draftproof.models.gguf.mapped_weights import GGUFWeight, chunk_ranges, decode_range
 from draftproof.models.weight_formats import WeightTensor
 from draftproof.ops import Ops, PackedState
 

@@ -23,7 +23,7 @@ try:
     from draftproof.ops.cpu.forward import CpuForward
     from draftproof.ops.cpu.gemm.formats import CpuFeatures
     from draftproof.ops.cpu.jit import amx as amx_tiles
-    from draftproof.ops.cpu.jit.resident_memory import release_start_up_memory
+    from draftproof.ops.cpu.jit.release_memory import release_start_up_memory
     from draftproof.ops.cpu.sampling.ops import CpuSampling
     from draftproof.ops.cpu.step import CpuStep
 except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftproof.ops.contract.runtime import Forward
 from draftproof.ops.cpu.jit.compile import Kernel
 from draftproof.ops.cpu.jit.program import Argument, Program, Recorder, as_word
-from draftproof.ops.cpu.jit.resident_memory import release_start_up_memory
+from draftproof.ops.cpu.jit.release_memory import release_start_up_memory
 from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team
 from draftproof.types import Rows
 

@@ -16,7 +16,7 @@ from draftproof.ops.torch import moe as mixture
 from draftproof.ops.torch import quantized
 from draftproof.ops.torch.kv import load_kv, store_kv
 from draftproof.ops.torch.latent import TorchLatent
-from draftproof.ops.torch.row_map import map_rows
+from draftproof.ops.torch.row_by_row import map_rows
 from draftproof.types import Rows
 
 BLOCK_ROWS = 8  # rows in one matrix product

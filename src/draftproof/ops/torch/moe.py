@@ -10,7 +10,7 @@ from torch import Tensor
 from draftproof.ops.contract.forward import ForwardOps
 from draftproof.ops.contract.types import ExpertOutputs, Moe, Routing
 from draftproof.ops.reference.moe import MIN_WEIGHT_SUM
-from draftproof.ops.torch.row_map import map_rows
+from draftproof.ops.torch.row_by_row import map_rows
 
 
 def route(

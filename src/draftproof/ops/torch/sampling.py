@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof.ops.contract.sampling import STREAM_SAMPLE, SamplingOps
 from draftproof.ops.contract.types import NamedLogprobs, TokenLogprobs
-from draftproof.ops.torch.row_map import map_rows
+from draftproof.ops.torch.row_by_row import map_rows
 from draftproof.types import FinishStatus, LogitAdjust, Windows
 
 

@@ -29,7 +29,7 @@ from draftproof.ops.triton.latent.forward import TritonLatent
 from draftproof.ops.triton.moe.forward import TritonMoe
 from draftproof.ops.triton.moe.op import MixtureOfExperts
 from draftproof.ops.triton.quantized import gemm as quantized
-from draftproof.ops.triton.quantized.rows import QuantizedRows, norm_quantize, prepare_rows
+from draftproof.ops.triton.quantized.row_quantization import QuantizedRows, norm_quantize, prepare_rows
 from draftproof.types import Rows
 
 FP8_CAPABILITY = (8, 9)  # compute capability from which the tensor core multiplies e4m3

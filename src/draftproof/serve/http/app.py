@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from draftproof.serve.api.admin_routes import AdminRoutes
 from draftproof.serve.api.generation.handler import CompletionHandler
-from draftproof.serve.api.generation.route import ChatRoute, CompletionRoute
+from draftproof.serve.api.generation.route_forms import ChatRoute, CompletionRoute
 from draftproof.serve.api.info_routes import Endpoint, InfoRoutes
 from draftproof.serve.api.messages.routes import MessagesRoute, TokenCounter
 from draftproof.serve.api.metrics import ServerMetrics

@@ -19,13 +19,13 @@ from typing import Any
 from draftproof.errors import RequestError
 from draftproof.sampling_params import SamplingParams
 from draftproof.structured_outputs import PARAM, StructuredOutputs, schemas_of_tag, tokens_of_tag
+from draftproof.text.grammar.compiled_grammar import TextGrammar
 from draftproof.text.grammar.json_schema_check import not_enforced
 from draftproof.text.grammar.process import GrammarProcess
 from draftproof.text.grammar.reasoning import ReasoningEnd
 from draftproof.text.grammar.regex_dialect import to_compiler_dialect
 from draftproof.text.grammar.string_patterns import rewrite_strings
 from draftproof.text.grammar.surrogates import SurrogateTokens
-from draftproof.text.grammar.text_grammar import TextGrammar
 from draftproof.text.reasoning.budget import ThinkingBudget
 from draftproof.text.reasoning.section import Reasoning, ReasoningSection, end_marker_ids
 from draftproof.text.tokenizer import Tokenizer

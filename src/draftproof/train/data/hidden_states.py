@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.ops import Ops
 from draftproof.train.data.dataset import Batch, Batches
-from draftproof.train.model.target import TargetModel, TargetStates
+from draftproof.train.model.target_forward import TargetModel, TargetStates
 
 
 class TargetStateCache:

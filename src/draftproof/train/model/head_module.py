@@ -18,7 +18,7 @@ from draftproof.models.draft_head.config import DraftHeadConfig
 from draftproof.models.rope import rope_table
 from draftproof.train.model.attention import causal
 from draftproof.train.model.compile import compiled
-from draftproof.train.model.target import TargetStates, gated, rotate, rotation
+from draftproof.train.model.target_forward import TargetStates, gated, rotate, rotation
 
 Weights = Mapping[str, Tensor]
 Keys = tuple[Tensor, Tensor]  # K and V [B, kv heads, T, dim] of one step

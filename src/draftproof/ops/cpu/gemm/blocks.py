@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof.ops.contract.block_scales import split_scales
 from draftproof.ops.cpu.gemm.block_dot import BLOCK, SUPER_BLOCKS, BlockLayout, strip_blocks
-from draftproof.ops.cpu.gemm.block_rows import embed_blocks
+from draftproof.ops.cpu.gemm.block_embedding import embed_blocks
 from draftproof.ops.cpu.gemm.byte_dot import TILE_ROWS, UNIT_COLUMNS, Dot, select_dot, tile_index
 from draftproof.ops.cpu.gemm.fma import ROW_CHUNK, finish, unit_rows
 from draftproof.ops.cpu.gemm.weight_format import PackedWeight, QuantizedFormat

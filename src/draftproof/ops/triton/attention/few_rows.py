@@ -1,7 +1,7 @@
 """Attention of few rows at long contexts on Hopper: all spans in one launch, their merge in a second one.
 
 One program per SM: the programs of a KV head take the spans of all tiles in turn, so that the KV heads of a
-token are read at the same time. See `warpgroups.py` for the rings. Keys and values of earlier passes are
+token are read at the same time. See `kv_rings.py` for the rings. Keys and values of earlier passes are
 copied before the previous kernel has completed; queries and keys of this pass follow its end.
 """
 
@@ -18,15 +18,7 @@ from triton.language.extra import cuda
 
 from draftproof.ops import AttentionShape, Rows
 from draftproof.ops.triton.attention import warp_specialized
-from draftproof.ops.triton.attention.merge import MERGE_COLUMNS, merge_spans_kernel
-from draftproof.ops.triton.attention.online_softmax import KEYS, LOG2_E, SPAN
-from draftproof.ops.triton.attention.warp_specialized import (
-    COMPUTE_REGISTERS,
-    HALF_ROWS,
-    ONES_COLUMNS,
-    synchronise_launches,
-)
-from draftproof.ops.triton.attention.warpgroups import (
+from draftproof.ops.triton.attention.kv_rings import (
     attend_span,
     count_steps,
     load_spans,
@@ -34,6 +26,14 @@ from draftproof.ops.triton.attention.warpgroups import (
     make_rings,
     store_span,
     thread_barrier,
+)
+from draftproof.ops.triton.attention.merge import MERGE_COLUMNS, merge_spans_kernel
+from draftproof.ops.triton.attention.online_softmax import KEYS, LOG2_E, SPAN
+from draftproof.ops.triton.attention.warp_specialized import (
+    COMPUTE_REGISTERS,
+    HALF_ROWS,
+    ONES_COLUMNS,
+    synchronise_launches,
 )
 from draftproof.ops.triton.kernel_utils import launch_options
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from draftproof.ops.triton.attention.warpgroups import finite, merge, thread_barrier, to_rows
+from draftproof.ops.triton.attention.kv_rings import finite, merge, thread_barrier, to_rows
 
 
 @gluon.jit

@@ -31,7 +31,7 @@ from draftproof.ops.triton.attention.kv_cache import (
 )
 from draftproof.ops.triton.attention.merge import merge_rows, spans_in_flight
 from draftproof.ops.triton.attention.online_softmax import accumulate_values, merge_partials, store_partial
-from draftproof.ops.triton.attention.quantized import rows as quantized_rows
+from draftproof.ops.triton.attention.quantized import decode_kernel as quantized_decode
 from draftproof.ops.triton.attention.splitkv import PartialBuffers, padded_dim
 from draftproof.ops.triton.attention.tiles import (
     CHUNKED_TILES,
@@ -325,7 +325,7 @@ class PrefillAttention:
         launch = partial(_launch, q=q, rows=rows, heads=heads, cache=cache, out=out, sinks=sinks)
         pdl_options = {"LAUNCH_NEXT": pdl, "WAIT": "first" if pdl else ""}
         no_scratch = (out, out, out, 0, 0)
-        kernels = quantized_rows if cache.element_size() == 1 else warp_specialized
+        kernels = quantized_decode if cache.element_size() == 1 else warp_specialized
         selected = kernels if self.has_wgmma and kernels.is_selected(q, rows, heads, cache, sinks) else None
         attend_even = partial(self._attend_even, selected, q, rows, heads, cache, out, pdl)
         if chunk := self.chunk_spans(count, heads, rows.page_table, page_size):
@@ -365,8 +365,8 @@ class PrefillAttention:
         per_wave, height = max(1, self._num_sms // heads.num_kv), kernels.EVEN_ROWS // group
         even, others = self.worklists.even_or_others(rows, height, short.height // group, chunk, per_wave)
         programs = min(len(q), per_wave)
-        if kernels is quantized_rows:
-            quantized_rows.launch_even(q, rows, heads, cache, out, even, programs, pdl)
+        if kernels is quantized_decode:
+            quantized_decode.launch_even(q, rows, heads, cache, out, even, programs, pdl)
         else:
             warp_specialized.launch_even(q, rows, heads, cache, out, even, programs, stages, pdl)
         return others

@@ -38,7 +38,7 @@ from draftproof.ops.triton.attention.online_softmax import (
     store_normalised,
     store_partial,
 )
-from draftproof.ops.triton.attention.quantized import rows as quantized_rows
+from draftproof.ops.triton.attention.quantized import decode_kernel as quantized_decode
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two
 
 KEYS, SPAN, LOG2_E = online_softmax.KEYS, online_softmax.SPAN, online_softmax.LOG2_E
@@ -245,7 +245,7 @@ def scratch_fits(num_rows: int, heads: AttentionShape, spans: int) -> bool:
 
 
 class SplitKVAttention:
-    """Launcher of the kernel, or of `preloaded.py`, `few_rows.py` and `quantized/rows.py` where selected.
+    """Launcher of the kernel; of `preloaded`, `few_rows` and `quantized/decode_kernel` where selected.
 
     `num_hopper_sms`: of a chip of compute capability 9.0, otherwise 0.
     """
@@ -286,8 +286,8 @@ class SplitKVAttention:
         if self._num_hopper_sms and few_rows.is_selected(q, rows, heads, cache, sinks):
             few_rows.launch(q, rows, heads, cache, out, scratch[:2], self._num_hopper_sms, pdl)
             return
-        if self._num_hopper_sms and quantized_rows.is_few_selected(q, rows, heads, cache, sinks):
-            quantized_rows.launch_few(q, rows, heads, cache, out, scratch[:2], self._num_hopper_sms, pdl)
+        if self._num_hopper_sms and quantized_decode.is_few_selected(q, rows, heads, cache, sinks):
+            quantized_decode.launch_few(q, rows, heads, cache, out, scratch[:2], self._num_hopper_sms, pdl)
             return
         tile = self.tile(num_rows, width, q.dtype)
         if preloaded.is_selected(q, width, cache, self._max_shared_bytes):

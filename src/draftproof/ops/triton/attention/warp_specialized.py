@@ -2,7 +2,7 @@
 
 A tile of 128 rows is divided between two computing warpgroups of 64. No barrier joins the three, so one
 warpgroup computes a softmax while the tensor core works for the other. Decode rows have one computing
-warpgroup. See `warpgroups.py`.
+warpgroup. See `kv_rings.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra import cuda
 
 from draftproof.ops import AttentionShape, Rows
-from draftproof.ops.triton.attention.online_softmax import KEYS, LOG2_E, SPAN
-from draftproof.ops.triton.attention.pipelined_spans import attend_full_spans
-from draftproof.ops.triton.attention.warpgroups import (
+from draftproof.ops.triton.attention.kv_rings import (
     attend_span,
     load_spans,
     make_ones,
@@ -26,6 +24,8 @@ from draftproof.ops.triton.attention.warpgroups import (
     thread_barrier,
     to_rows,
 )
+from draftproof.ops.triton.attention.online_softmax import KEYS, LOG2_E, SPAN
+from draftproof.ops.triton.attention.pipelined_spans import attend_full_spans
 
 HALF_ROWS = 64  # rows times heads of a computing warpgroup
 EVEN_ROWS = HALF_ROWS  # rows times heads of a tile of decode rows

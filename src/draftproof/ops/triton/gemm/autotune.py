@@ -34,9 +34,9 @@ from draftproof.ops.triton.gemm.tiles import (
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import LaunchContext
 from draftproof.ops.triton.moe.tiles import tiles_of_key
-from draftproof.ops.triton.moe.tuning import ExpertCalls
+from draftproof.ops.triton.moe.tuning_launches import ExpertCalls
 from draftproof.ops.triton.quantized import gemm as quantized
-from draftproof.ops.triton.quantized.rows import prepare_rows
+from draftproof.ops.triton.quantized.row_quantization import prepare_rows
 
 MAX_TUNING_SECONDS = 10.0  # of measurements in one warm-up; later shapes keep the defaults
 LAUNCHES = 20  # of one measurement

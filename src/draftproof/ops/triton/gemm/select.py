@@ -18,7 +18,7 @@ from draftproof.ops.triton.gemm.cublas import Cublas
 from draftproof.ops.triton.gemm.tiles import QUANTIZED_TILES
 from draftproof.ops.triton.gemm.weight import PackedLinear, WeightKind
 from draftproof.ops.triton.quantized import gemm as quantized
-from draftproof.ops.triton.quantized.rows import QuantizedRows, prepare_rows
+from draftproof.ops.triton.quantized.row_quantization import QuantizedRows, prepare_rows
 
 
 class Epilogue(Enum):

@@ -22,7 +22,7 @@ from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import launch_options, pdl_sync
 from draftproof.ops.triton.moe.routing import MAX_EXPERT_TILES, Assignment
 from draftproof.ops.triton.quantized.gemm import format_constants, products
-from draftproof.ops.triton.quantized.rows import QuantizedRows
+from draftproof.ops.triton.quantized.row_quantization import QuantizedRows
 
 FP32_STAGES = 2  # of tiles of 4-bit weights beside rows in fp32
 

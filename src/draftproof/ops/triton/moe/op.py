@@ -15,7 +15,7 @@ from draftproof.ops.triton.kernel_utils import LaunchContext
 from draftproof.ops.triton.moe.experts import expert_linear
 from draftproof.ops.triton.moe.routing import make_counters, route
 from draftproof.ops.triton.moe.tiles import FEW_ROWS, select_tile
-from draftproof.ops.triton.quantized.rows import prepare_rows
+from draftproof.ops.triton.quantized.row_quantization import prepare_rows
 
 KINDS = ("bf16", "fp32", *QUANTIZED_TILES)  # weight formats of experts
 

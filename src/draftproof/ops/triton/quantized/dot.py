@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from draftproof.ops.triton.kernel_utils import pdl_wait_mask
-from draftproof.ops.triton.quantized.inline import quantized_words, row_scale_of
+from draftproof.ops.triton.quantized.inline_quantization import quantized_words, row_scale_of
 
 UNPACK_INT4 = tl.constexpr(
     """

@@ -21,7 +21,7 @@ from draftproof.ops.triton.gemm.tiles import Tile
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import HAS_PTX, INTERPRETED, launch_options, next_power_of_two
 from draftproof.ops.triton.quantized.dot import dot_4bit, dot_fp8, dot_w8a8, dot_w8a8_row
-from draftproof.ops.triton.quantized.rows import QuantizedRows
+from draftproof.ops.triton.quantized.row_quantization import QuantizedRows
 
 GROUP = 8  # row tiles that traverse the columns of the weight together, so that they find it in L2
 INLINE_VALUES_PER_THREAD = 64  # values of x that a thread holds to find the largest magnitude of a row

@@ -31,7 +31,7 @@ from draftproof.serve.api.generation.request_schema import (
     SamplingRequest,
 )
 from draftproof.serve.api.generation.response_builder import ResponseBuilder, generation_error
-from draftproof.serve.api.generation.route import EventEncoder, GenerationRoute
+from draftproof.serve.api.generation.route_forms import EventEncoder, GenerationRoute
 from draftproof.serve.api.metrics import ServerMetrics
 from draftproof.serve.http.errors import ApiError, to_api_error
 from draftproof.serve.http.io import ResponseStream, gather, in_thread_if, read_json, send_error, send_last

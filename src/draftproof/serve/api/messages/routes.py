@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from draftproof.serve.api.generation.handler import CompletionHandler
 from draftproof.serve.api.generation.prompt_parser import PromptParser
 from draftproof.serve.api.generation.request_schema import ChatCompletionRequest
-from draftproof.serve.api.generation.route import EventEncoder, GenerationRoute, renamed
+from draftproof.serve.api.generation.route_forms import EventEncoder, GenerationRoute, renamed
 from draftproof.serve.api.messages import response_schema as schema
 from draftproof.serve.api.messages.builder import MessageBuilder, MessageEncoder
 from draftproof.serve.api.messages.request_schema import CountTokensRequest, MessagesRequest

@@ -14,8 +14,8 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from draftproof.errors import ConfigError
+from draftproof.frontend.continuation_scores import check_finished, score_output
 from draftproof.frontend.pooler import PoolingParams
-from draftproof.frontend.scoring import check_finished, score_output
 from draftproof.outputs import EmbeddingRequestOutput, RequestOutput
 from draftproof.sampling_params import SamplingParams
 from draftproof.serve.api.generation.prompt_parser import ParsedPrompt, prompt_list

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from draftproof.serve.api.generation.handler import CompletionHandler
 from draftproof.serve.api.generation.request_schema import ChatCompletionRequest, Message
-from draftproof.serve.api.generation.route import EventEncoder, GenerationRoute, renamed
+from draftproof.serve.api.generation.route_forms import EventEncoder, GenerationRoute, renamed
 from draftproof.serve.api.responses.builder import ResponsesBuilder, ResponsesEncoder
 from draftproof.serve.api.responses.input_items import item_page
 from draftproof.serve.api.responses.request_schema import ResponseRequest

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from draftproof.ops.contract import kv_layout
 from draftproof.ops.triton.attention import online_softmax
-from draftproof.ops.triton.attention.warpgroups import finite
+from draftproof.ops.triton.attention.kv_rings import finite
 
 D = gl.constexpr(128)  # elements of a head
 BM = gl.constexpr(16)  # rows times heads of a tile

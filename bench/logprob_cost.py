@@ -1,12 +1,12 @@
 """Cost of logprobs beside each proposer, of one checkout or two in turn; the last line of stdout is JSON.
 
-    python bench/drafter_logprobs.py [--old ../draftproof-before] [--batches 1,8,64,256] [--rounds 4]
-                                     [--new-engines head,ngram,hybrid,draft_model] [--old-engines head]
-                                     [--sides 0,5,20,drafts,named,"one request"] [--out FILE]
+    python bench/logprob_cost.py [--old ../draftproof-before] [--batches 1,8,64,256] [--rounds 4]
+                                 [--new-engines head,ngram,hybrid,draft_model] [--old-engines head]
+                                 [--sides 0,5,20,drafts,named,"one request"] [--out FILE]
 
-Sides and bars: see `common/gpu_logprobs.py`. Each engine has a process of its own, and all start at once. In
-a round the engines of both checkouts have their turn, and in it every side, so that a slow phase of the
-machine affects all. A side is divided by that without logprobs of the same turn: median, minimum, maximum.
+Sides and bars: see `common/gpu_logprob_cost.py`. Each engine has a process of its own, and all start at
+once. In a round the engines of both checkouts have their turn, and in it every side, so that a slow phase of
+the machine affects all. A side is divided by that without logprobs of the same turn (median, least, most).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkout_process import CheckoutProcess
-from common.gpu_logprobs import DRAFTER_BARS, proposers_of
+from common.gpu_logprob_cost import DRAFTER_BARS, proposers_of
 from common.measure import finish
 
 WORKER = Path(__file__).parent / "common" / "logprob_worker.py"
@@ -108,7 +108,7 @@ def main() -> None:
     for versions in workers.values():
         for worker in versions.values():
             worker.close()
-    finish("drafter_logprobs", found)
+    finish("logprob_cost", found)
 
 
 if __name__ == "__main__":

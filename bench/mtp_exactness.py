@@ -1,6 +1,6 @@
 """MTP drafts with prefix cache, preemption and n-gram hybrid against plain decoding, bit by bit.
 
-    python bench/mtp.py [--model smollm2-135m] [--device cuda] [--tokens 100000] [--seqs 64] [-k 3]
+    python bench/mtp_exactness.py [--model smollm2-135m] [--device cuda] [--tokens 100000] [--seqs 64] [-k 3]
                         [--dtype bfloat16]
 
 Requests with shared prefixes, at temperature 0 and 0.8, are served twice by an engine without drafts, cache
@@ -21,7 +21,7 @@ import torch
 from common.measure import finish
 
 from draftproof import LLM, SamplingParams
-from draftproof.models.draft_head.native import has_mtp_tensors
+from draftproof.models.draft_head.checkpoint_mtp import has_mtp_tensors
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.train.checkpoint_copy import write_checkpoint
 from draftproof.train.config import TrainPlan
@@ -121,4 +121,4 @@ def parsed() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    finish("mtp", measure(parsed()))
+    finish("mtp_exactness", measure(parsed()))

@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 
 from draftproof.audit.client.answer import Position
-from draftproof.audit.stats.arrays import Bools, Floats, Ints
+from draftproof.audit.stats.array_types import Bools, Floats, Ints
 
 END_TOKEN = re.compile(r"<[|\uff5c]?[^\s<>]{1,40}>|\[/?[A-Z_]{2,20}\]|")  # special tokens, or no text at all
 MATCH_NATS = 0.02  # the sampled token and its entry in the list have the same logprob

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftproof.audit.stats.arrays import Array, Floats, Ints
-from draftproof.audit.stats.listed import Listed
+from draftproof.audit.stats.array_types import Array, Floats, Ints
+from draftproof.audit.stats.reported_distributions import Listed
 
 RACE_LAGS = 2
 SMALLEST_PROBABILITY = 1e-9

@@ -1,7 +1,7 @@
 """Cost of tensor parallelism on one GPU; the last line of stdout is JSON.
 
-    python bench/tensor_parallel.py [--shape llama-3-8b] [--layers 0] [--batches 1,8,64,256] [--steps 60]
-                                    [--sides nccl,invariant]
+    python bench/tensor_parallel_cost.py [--shape llama-3-8b] [--layers 0] [--batches 1,8,64,256] [--steps 60]
+                                         [--sides nccl,invariant]
 
 Seconds of a decoding step with one rank, engines in turn. "plain": without tensor parallelism. "nccl": layers
 cut as for several ranks, with NCCL in the captured graphs. "invariant": `tp_invariant=True`, 8 parts of K.
@@ -27,7 +27,7 @@ from common.shapes import SHAPES, write_shape
 from draftproof import LLM
 from draftproof.engine import build
 from draftproof.engine import engine as engine_module
-from draftproof.engine.parallel import model_part
+from draftproof.engine.parallel import rank_checkpoint
 from draftproof.engine.parallel.rank_processes import RankProcesses
 
 PROMPT_TOKENS = 64
@@ -53,7 +53,7 @@ def build_llm(folder: str, side: str, options: argparse.Namespace) -> LLM:
     whole = build.build_engine
     with (
         patch.object(build, "is_cut", lambda config: True),
-        patch.object(model_part, "is_cut", lambda config: True),
+        patch.object(rank_checkpoint, "is_cut", lambda config: True),
         patch.object(engine_module, "build_engine", lambda c, k, _: whole(c, k, RankProcesses(c))),
     ):
         return LLM(folder, **settings)
@@ -109,7 +109,9 @@ def main() -> None:
         print(f"batch {batch}", line, flush=True)
     for llm in sides.values():
         llm.close()
-    finish("tensor_parallel", {"shape": options.shape, "layers": options.layers or "all", "steps": figures})
+    finish(
+        "tensor_parallel_cost", {"shape": options.shape, "layers": options.layers or "all", "steps": figures}
+    )
 
 
 if __name__ == "__main__":

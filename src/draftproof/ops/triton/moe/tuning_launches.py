@@ -14,7 +14,7 @@ from draftproof.ops.triton.kernel_utils import LaunchContext
 from draftproof.ops.triton.moe.experts import expert_linear
 from draftproof.ops.triton.moe.routing import MAX_EXPERT_TILES, Assignment, max_tiles
 from draftproof.ops.triton.moe.tiles import FEW_ROWS
-from draftproof.ops.triton.quantized.rows import QuantizedRows, prepare_rows
+from draftproof.ops.triton.quantized.row_quantization import QuantizedRows, prepare_rows
 
 
 def random_experts(rows: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftproof.ops.triton.quantized.rows import INT8_MAX, inverse_scale, quantized
+from draftproof.ops.triton.quantized.row_quantization import INT8_MAX, inverse_scale, quantized
 
 
 @triton.jit

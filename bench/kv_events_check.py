@@ -1,7 +1,7 @@
 """KV events of a tiny random model, indexed by Dynamo's KV indexer; the last line of stdout is JSON.
 
     python -m venv /tmp/dynamo && /tmp/dynamo/bin/pip install ai-dynamo-runtime==1.6.1
-    python bench/kv_events.py --indexer /tmp/dynamo/bin/python [--requests 1000] [--wave 50]
+    python bench/kv_events_check.py --indexer /tmp/dynamo/bin/python [--requests 1000] [--wave 50]
 
 Requests with shared prefixes, salts and aborts use few pages, so that blocks are evicted all the time. After
 each wave the blocks of the index must be those that the engine can reuse. The indexer starts after half of
@@ -271,7 +271,7 @@ def main() -> None:
             indexer.close()
         if subscriber is not None:
             subscriber.close()
-    finish("kv_events", figures)
+    finish("kv_events_check", figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Worker of bench/drafter_logprobs.py: an engine of one checkout, driven by JSON lines on stdin."""
+"""Worker of bench/logprob_cost.py: an engine of one checkout, driven by JSON lines on stdin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from common.gpu_engine import params_of, timed
-from common.gpu_logprobs import DRAFTER_SIDES, DRAFTER_TOKENS, NAMED, ONE_REQUEST, Held
+from common.gpu_logprob_cost import DRAFTER_SIDES, DRAFTER_TOKENS, NAMED, ONE_REQUEST, Held
 from common.prompts import chat_prompts
 
 from draftproof import LLM, SamplingParams
@@ -24,7 +24,7 @@ def num_graphs(llm: Any) -> tuple[int, int]:
 
 
 def params_of_side(name: str, batch: int) -> list[SamplingParams]:
-    """Return the params of all requests; see `gpu_logprobs.drafters`."""
+    """Return the params of all requests; see `gpu_logprob_cost.drafters`."""
     if name != ONE_REQUEST:
         return params_of(batch, DRAFTER_TOKENS, **DRAFTER_SIDES[name])
     one = params_of(1, DRAFTER_TOKENS, include_draft_logprobs=True, prompt_logprobs=0, **NAMED)

@@ -1,8 +1,8 @@
 """Record the bits of generated tokens and logprobs, and compare them with a record of another commit.
 
-    python bench/bits.py --set tiny --out new.json
-    PYTHONPATH=OTHER_CHECKOUT/src python bench/bits.py --set tiny --out old.json
-    python bench/bits.py --set tiny --compare old.json
+    python bench/bits_between_commits.py --set tiny --out new.json
+    PYTHONPATH=OTHER_CHECKOUT/src python bench/bits_between_commits.py --set tiny --out old.json
+    python bench/bits_between_commits.py --set tiny --compare old.json
 
 Only the public API is used, so the same script runs on two checkouts. A record holds one entry a case: a
 SHA-256 over token ids, text, finish reason and the float64 bytes of every logprob, the first token ids, and

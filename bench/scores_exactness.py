@@ -1,6 +1,6 @@
 """Scores and weight updates under load, compared bit for bit; the last line of stdout is JSON.
 
-    python bench/scores.py PROMPTS.jsonl [--model smollm2-135m] [--answers 1000] [--tokens 24]
+    python bench/scores_exactness.py PROMPTS.jsonl [--model smollm2-135m] [--answers 1000] [--tokens 24]
                            [--generate 64,7,1] [--score 48,5] [--streams 64]
 
 Answers are sampled at temperature 1, a seed each: half of them without drafts and half with n-gram drafts, at
@@ -200,7 +200,7 @@ def main() -> None:
     figures["accepted_drafts"] = accepted
     print(figures, flush=True)
     figures["differing_bits"] = score_all(options.model, answers, sizes["score"])
-    finish("scores", figures)
+    finish("scores_exactness", figures)
 
 
 if __name__ == "__main__":
