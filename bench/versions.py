@@ -3,14 +3,14 @@
     python bench/versions.py --old ../draftproof-before --prompts spec_bench.jsonl [--device cuda] [--pairs 3]
                              [--engines plain,ngram,eagle3,hybrid] [--batches 1,8,64] [--logprobs none,5]
 
-Each checkout runs in a process of its own. Both build the same engine, then take turns of one `generate` call
-with the same requests, so that a slow phase of the machine affects both. A cell is engine, batch, task and
-logprobs; its ratio is the median over rounds of the new checkout's tokens per second over the old one's, with
-the quartiles. Digests of tokens and logprobs are compared as well. `plain` has no proposer configured; after
-all engines its rates give the last table: each engine over one without speculation.
+Each engine of each checkout runs in a process of its own. Both build the same engine, then take turns of one
+`generate` call with the same requests, so that a slow phase of the machine affects both. A cell is engine,
+batch, task and logprobs; its ratio is the median over rounds of the new checkout's tokens per second over the
+old one's, with the quartiles. Digests of tokens and logprobs are compared as well. `plain` has no proposer
+configured; its rates give the last table: each engine over one without speculation.
 
-Two processes with the same code differ by up to 2 % for as long as they live. With --pairs the rounds are
-divided among as many pairs of processes, and `pairs` has the median ratio of each pair.
+Two processes with the same code differ by up to 2 % for as long as they live. `--pairs` repeats the rounds
+with as many pairs of processes; `pairs` has the median ratio of each.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--logprobs", default="none", help="numbers of logprobs, or none")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7, help="of each pair; half of them from batch 9 on")
-    parser.add_argument("--pairs", type=int, default=1, help="pairs of processes, one after the other")
+    parser.add_argument("--pairs", type=int, default=1, help="pairs of processes of an engine")
     parser.add_argument("--seconds", type=float, default=1e9, help="no new cell after this")
     parser.add_argument("--out", type=Path, help="JSON after every cell")
     options = parser.parse_args()
@@ -140,36 +140,37 @@ def main() -> None:
     starts: dict[str, list[Any]] = defaultdict(list)
     tasks = read_tasks(options.prompts, [name for name in options.tasks.split(",") if name])
     ids: dict[str, list[list[int]]] = {}
-    for pair in range(options.pairs):
+    for pair, engine in product(range(options.pairs), options.engines.split(",")):
+        if time.monotonic() > deadline:
+            continue
         sides = {"old": CheckoutProcess(options.old, WORKER), "new": CheckoutProcess(options.new, WORKER)}
-        for engine in options.engines.split(",") if time.monotonic() < deadline else ():
-            settings = dict(
-                model=options.model, device=options.device, max_num_seqs=max(batches), max_model_len=2048
-            )
-            settings["kv_cache_tokens"] = 2048 * max(batches)
-            if ENGINES[engine] is not None:
-                settings["speculative_config"] = ENGINES[engine]
-            for side in sides.values():  # both at a time: a start compiles for long
-                side.send(engine=settings)
-            starts[engine].append({name: round(side.receive()["seconds"], 1) for name, side in sides.items()})
-            for name, texts in tasks.items() if not ids else ():
-                encoded = sides["new"].call(chat=texts)["ids"]
-                ids[name] = [prompt for prompt in encoded if len(prompt) < 2048 - options.tokens]
-            for batch, top in product(batches, options.logprobs.split(",")):
-                for task in ids if batch <= 8 else ("all",):
-                    if time.monotonic() > deadline:
-                        continue
-                    prompts = ids[task] if task in ids else [one for group in ids.values() for one in group]
-                    params = dict(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
-                    params |= {} if top == "none" else {"logprobs": int(top)}
-                    key = f"{engine}, batch {batch}, {task}" + ("" if top == "none" else f", logprobs={top}")
-                    rounds = options.rounds if batch <= 8 else options.rounds // 2
-                    drawn = draw_batches(prompts, batch, rounds * options.pairs)
-                    cells[key].measure(sides, drawn[pair * rounds :][:rounds], params)
-                    print(key, cells[key].summary(), file=sys.stderr, flush=True)
-                    if options.out:
-                        found = {key: cell.summary() for key, cell in cells.items()}
-                        options.out.write_text(json.dumps({"start_seconds": starts, "cells": found}))
+        settings = dict(
+            model=options.model, device=options.device, max_num_seqs=max(batches), max_model_len=2048
+        )
+        settings["kv_cache_tokens"] = 2048 * max(batches)
+        if ENGINES[engine] is not None:
+            settings["speculative_config"] = ENGINES[engine]
+        for side in sides.values():  # both at a time: a start compiles for long
+            side.send(engine=settings)
+        starts[engine].append({name: round(side.receive()["seconds"], 1) for name, side in sides.items()})
+        for name, texts in tasks.items() if not ids else ():
+            encoded = sides["new"].call(chat=texts)["ids"]
+            ids[name] = [prompt for prompt in encoded if len(prompt) < 2048 - options.tokens]
+        for batch, top in product(batches, options.logprobs.split(",")):
+            for task in ids if batch <= 8 else ("all",):
+                if time.monotonic() > deadline:
+                    continue
+                prompts = ids[task] if task in ids else [one for group in ids.values() for one in group]
+                params = dict(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
+                params |= {} if top == "none" else {"logprobs": int(top)}
+                key = f"{engine}, batch {batch}, {task}" + ("" if top == "none" else f", logprobs={top}")
+                rounds = options.rounds if batch <= 8 else options.rounds // 2
+                drawn = draw_batches(prompts, batch, rounds * options.pairs)
+                cells[key].measure(sides, drawn[pair * rounds :][:rounds], params)
+                print(key, cells[key].summary(), file=sys.stderr, flush=True)
+                if options.out:
+                    found = {key: cell.summary() for key, cell in cells.items()}
+                    options.out.write_text(json.dumps({"start_seconds": starts, "cells": found}))
         for side in sides.values():
             side.close()
     summaries = {key: cell.summary() for key, cell in cells.items()}
