@@ -12,7 +12,7 @@ from torch import Tensor
 from draftproof.engine.engine import Engine
 from draftproof.engine.step.step_results import StepResults, add_named
 from draftproof.errors import RequestError
-from draftproof.ops import Rows
+from draftproof.ops import NamedIds, Rows
 from draftproof.ops.contract.sampling import SamplingOps
 from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import SamplingParams
@@ -37,7 +37,8 @@ def logprob_rows(
     ops: Any, logits: Tensor, rows: list[int], tokens: list[int], top: int = 0, ids: tuple[int, ...] = ()
 ) -> list[LogprobRow]:
     """Return the logprobs of tokens [n] at rows [n] of the logits, then of the `top` best, then of `ids`."""
-    named = torch.tensor([ids] * len(rows)) if ids else None
+    slots = torch.zeros(len(logits), dtype=torch.int64)
+    named = NamedIds(torch.tensor([ids]), slots, len(ids)) if ids else None
     found = ops.sampling.logprobs(logits, torch.tensor(rows), torch.tensor(tokens), top, None, named)
     columns = found.values.tolist(), found.ids.tolist(), found.ranks.tolist()
     lines = LogprobRow.from_columns(*columns, tokens, top)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.ops import DraftVocab, Layout, Ops, Rows, TokenLogprobs
+from draftproof.ops import DraftVocab, Layout, NamedIds, Ops, Rows, TokenLogprobs
 from draftproof.ops.contract.draft_search import (
     BUCKET_WAYS,
     FIXED_ONE,
@@ -416,15 +416,19 @@ def logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         torch.testing.assert_close(got.values[sound], want.values[sound], **close)
         plain = ComposedSampling.logprobs(ops.sampling, *given, top)
         same(got.values[sound], plain.values[sound], f"values, top {top}")
-    named = step.ints(-1, size.vocab - 1, count, 1 + seed % 3)
-    names = named.to(ops.device), (named >= 0) & sound[:, None]
-    got = ops.sampling.logprobs(*given, top, None, names[0])
+    width = 1 + seed % 6
+    table, slots = step.ints(-1, size.vocab - 1, 3, 8), step.ints(0, 2, len(logits))
+    ids = table[:, :width][slots[rows.clamp(min=0)]]  # [N, M]
+    known = (ids >= 0) & sound[:, None]
+    named = NamedIds(table.to(ops.device), slots.to(ops.device), width)
+    got = ops.sampling.logprobs(*given, top, None, named)
+    named = NamedIds(table.to(ref.device), slots.to(ref.device), width)
     want = ref.sampling.logprobs(*(x.to(ref.device) for x in (logits, rows, tokens)), top, None, named)
     same(got.values[sound], plain.values[sound], "values beside named ids")
-    same(got.named.ranks[names[1]], want.named.ranks[names[1]], "ranks of named ids")
-    for m in range(named.shape[1]):  # the bits are those of the id as a token
-        alone = ops.sampling.logprobs(*given[:2], named[:, m].clamp(min=0).to(ops.device), 0)
-        here = names[1][:, m]
+    same(got.named.ranks[known], want.named.ranks[known], "ranks of named ids")
+    for m in range(width):  # the bits are those of the id as a token
+        alone = ops.sampling.logprobs(*given[:2], ids[:, m].clamp(min=0).to(ops.device), 0)
+        here = known[:, m]
         same(got.named.values[here, m], alone.values[here, 0], "values of named ids")
 
 

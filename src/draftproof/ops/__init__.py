@@ -30,6 +30,7 @@ from draftproof.ops.contract.types import Layer as Layer
 from draftproof.ops.contract.types import Layout as Layout
 from draftproof.ops.contract.types import Mlp as Mlp
 from draftproof.ops.contract.types import Moe as Moe
+from draftproof.ops.contract.types import NamedIds as NamedIds
 from draftproof.ops.contract.types import NamedLogprobs as NamedLogprobs
 from draftproof.ops.contract.types import PackedState as PackedState
 from draftproof.ops.contract.types import PendingCopy as PendingCopy

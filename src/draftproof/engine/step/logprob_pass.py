@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof.engine.drafting.device_proposer import DraftRunner
 from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
 from draftproof.engine.step.result_buffer import PackedResults
-from draftproof.ops import GraphPool, Ops
+from draftproof.ops import GraphPool, NamedIds, Ops
 from draftproof.types import LogprobKind, Outcome, StepFeatures, Windows
 
 if TYPE_CHECKING:  # it imports this module
@@ -50,13 +50,11 @@ def logprob_pass(
 
     def write() -> None:
         for kind, top, num_named, out in token_parts:
-            rows, named = outcome.pick_rows, None
-            if num_named or len(token_parts) > 1:
-                slot = windows.slot[rows.clamp(min=0)].clamp(min=0)  # [L]
+            rows, columns = outcome.pick_rows, windows.columns
             if len(token_parts) > 1:
-                rows = torch.where(windows.columns.logprob_kind[slot] == kind, rows, -1)
-            if num_named:
-                named = windows.columns.named_ids[:, :num_named][slot]  # [L, M]
+                slot = windows.slot[rows.clamp(min=0)].clamp(min=0)  # [L]
+                rows = torch.where(columns.logprob_kind[slot] == kind, rows, -1)
+            named = NamedIds(columns.named_ids, windows.slot, num_named) if num_named else None
             ops.sampling.logprobs(scores[kind], rows, outcome.pick_tokens, top, out, named)
         slots, drafts = windows.slot[None], windows.draft[None]
         for kind, out in draft_parts:

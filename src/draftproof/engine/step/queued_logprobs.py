@@ -18,7 +18,7 @@ from draftproof.engine.sequence import StepPlan
 from draftproof.engine.step.device_step import DeviceStep, StepTensors
 from draftproof.engine.step.result_buffer import HostResults
 from draftproof.engine.step.step_results import HostOutput, add_named
-from draftproof.ops import PendingCopy, TokenLogprobs
+from draftproof.ops import NamedIds, PendingCopy, TokenLogprobs
 from draftproof.outputs import LogprobRow
 from draftproof.sampling_params import top_of
 from draftproof.types import FIRST_ROW, NUM_OUT, TOKENS
@@ -94,7 +94,8 @@ def _queue_tokens(device: DeviceStep, planned: StepPlan, b: int, tensors: StepTe
     tokens = line[TOKENS : TOKENS + len(depth)].contiguous()
     ids, named = params.logprob_token_ids or (), None
     if ids:
-        named = device.ops.runtime.send(torch.tensor(ids)).expand(len(depth), -1).contiguous()
+        table = device.ops.runtime.send(torch.tensor([ids]))
+        named = NamedIds(table, torch.zeros_like(tensors.windows.slot), len(ids))
     top = top_of(params.logprobs, scores.shape[1])
     found = device.ops.sampling.logprobs(scores, rows, tokens, top, None, named)
     return _fetched(device, found, ids)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from draftproof.ops.contract.types import DraftVocab, TokenLogprobs
+from draftproof.ops.contract.types import DraftVocab, NamedIds, TokenLogprobs
 from draftproof.types import Windows
 
 # Streams keep draws for different purposes independent although seed and position are the same.
@@ -114,12 +114,12 @@ class SamplingOps(ABC):
         tokens: Tensor,
         top: int,
         out: TokenLogprobs | None = None,
-        named: Tensor | None = None,
+        named: NamedIds | None = None,
     ) -> TokenLogprobs:
         """Return logit - logsumexp of tokens [N] at logits rows [N] (-1: padding) and of the `top` best.
 
-        With `named` [N, M] int64 (-1: no id) also those and the ranks of these ids. The result is written to
-        the tensors of `out`, if given, which then has `named` where the argument is given.
+        With `named` also the logprobs and ranks of M = `named.width` ids of the row's slot. The result is
+        written to the tensors of `out`, if given, which then has `named` where the argument is given.
         """
 
     def draft_logprobs(

@@ -33,6 +33,18 @@ class Layout:
     at: Tensor  # [L] int64: forward row of each logits row; 0 for padding
 
 
+class NamedIds(NamedTuple):
+    """Ids whose logprobs are reported beside the token's, by slot."""
+
+    table: Tensor  # [S, W] int64; -1: no id
+    slots: Tensor  # [R] int64: slot of each logits row; negative for padding
+    width: int  # columns of the table that are used
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Return the ids [N, width] of logits rows [N]; those of a negative row are not defined."""
+        return self.table[:, : self.width][self.slots[rows.clamp(min=0)].clamp(min=0)]
+
+
 class NamedLogprobs(NamedTuple):
     """Logprobs and ranks of M ids at N rows; undefined for padding and for an id of -1."""
 

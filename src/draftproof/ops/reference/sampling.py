@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.sampling import STREAM_SAMPLE, SamplingOps
-from draftproof.ops.contract.types import NamedLogprobs, TokenLogprobs
+from draftproof.ops.contract.types import NamedIds, NamedLogprobs, TokenLogprobs
 from draftproof.types import FinishStatus, LogitAdjust, Windows
 
 _MASK = 0xFFFFFFFF
@@ -152,12 +152,12 @@ class ReferenceSampling(SamplingOps):
         tokens: Tensor,
         top: int,
         out: TokenLogprobs | None = None,
-        named: Tensor | None = None,
+        named: NamedIds | None = None,
     ) -> TokenLogprobs:
         values = torch.zeros((len(rows), 1 + top))
         ids = torch.zeros((len(rows), top), dtype=torch.int64)
         ranks = torch.zeros(len(rows), dtype=torch.int64)
-        wanted = torch.zeros((len(rows), 0), dtype=torch.int64) if named is None else named
+        wanted = torch.zeros((len(rows), 0), dtype=torch.int64) if named is None else named.of_rows(rows)
         of_named = NamedLogprobs(torch.zeros(wanted.shape), torch.zeros_like(wanted))
         for n, (r, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             if r < 0:

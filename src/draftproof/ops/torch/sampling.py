@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftproof.ops.contract.sampling import STREAM_SAMPLE, SamplingOps
-from draftproof.ops.contract.types import NamedLogprobs, TokenLogprobs
+from draftproof.ops.contract.types import NamedIds, NamedLogprobs, TokenLogprobs
 from draftproof.ops.torch.row_by_row import map_rows
 from draftproof.types import FinishStatus, LogitAdjust, Windows
 
@@ -74,18 +74,19 @@ class ComposedSampling(SamplingOps):
         tokens: Tensor,
         top: int,
         out: TokenLogprobs | None = None,
-        named: Tensor | None = None,
+        named: NamedIds | None = None,
     ) -> TokenLogprobs:
         picked = logits[rows.clamp(min=0)]
         norm = self.logsumexp(picked)[:, None]
         own = picked.gather(1, tokens[:, None])
         values, ids = self.top(picked, top) if top else (own[:, :0], tokens[:, None][:, :0])
-        of_named = None if named is None else self._named(picked, norm, named.clamp(min=0))
+        of_named = None if named is None else self._named(picked, norm, named.of_rows(rows))
         found = TokenLogprobs(torch.cat([own, values], 1) - norm, ids, self.rank(picked, tokens), of_named)
         return found if out is None else out.put(found)
 
     def _named(self, picked: Tensor, norm: Tensor, named: Tensor) -> NamedLogprobs:
-        """Return the logprobs of ids [N, M] at rows [N, V] with logsumexp [N, 1]."""
+        """Return the logprobs of ids [N, M] (-1: of id 0) at rows [N, V] with logsumexp [N, 1]."""
+        named = named.clamp(min=0)
         ranks = [self.rank(picked, column.contiguous()) for column in named.unbind(1)]
         return NamedLogprobs(picked.gather(1, named) - norm, torch.stack(ranks, 1))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftproof.numba_jit import native
 from draftproof.ops.contract.sampling import STREAM_SAMPLE
-from draftproof.ops.contract.types import TokenLogprobs
+from draftproof.ops.contract.types import NamedIds, TokenLogprobs
 from draftproof.ops.cpu.argument_checks import check_doubles, check_ints, check_logits
 from draftproof.ops.cpu.executor import Executor
 from draftproof.ops.cpu.sampling import kernels
@@ -96,7 +96,7 @@ class CpuSampling(ComposedSampling):
         tokens: Tensor,
         top: int,
         out: TokenLogprobs | None = None,
-        named: Tensor | None = None,
+        named: NamedIds | None = None,
     ) -> TokenLogprobs:
         real = (rows >= 0).nonzero()[:, 0]
         if out is None or real.shape == rows.shape:
@@ -104,8 +104,7 @@ class CpuSampling(ComposedSampling):
         if real.shape[0] == 0:
             return out
         # a batch in which few requests have logprobs is mostly padding
-        of_real = None if named is None else named[real]
-        return out.put_rows(real, super().logprobs(logits, rows[real], tokens[real], top, None, of_real))
+        return out.put_rows(real, super().logprobs(logits, rows[real], tokens[real], top, None, named))
 
     def truncate(self, scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         scaled, rows, vocab = check_logits(scaled)

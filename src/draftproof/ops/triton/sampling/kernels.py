@@ -150,10 +150,15 @@ def combine_logsumexp_kernel(maxima, sums, out, chunks, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def is_before(x, index, value, token):
+    """Return which x with ids `index` sort before `token` with logit `value`; beyond V, x is -inf."""
+    return (x > value) | ((x == value) & (index < token.to(tl.int32)))
+
+
+@triton.jit
 def count_before(x, index, value, token):
-    """Count the x with ids `index` that sort before `token` with logit `value`; beyond V, x is -inf."""
-    before = (x > value) | ((x == value) & (index < token.to(tl.int32)))
-    return tl.sum(before.to(tl.int32), axis=0).to(tl.int64)
+    """Count the x with ids `index` that sort before `token`, see `is_before`."""
+    return tl.sum(is_before(x, index, value, token).to(tl.int32), axis=0).to(tl.int64)
 
 
 @triton.jit

@@ -13,10 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftproof.ops import DraftVocab, TokenLogprobs
+from draftproof.ops import DraftVocab, NamedIds, NamedLogprobs, TokenLogprobs
 from draftproof.ops.triton.kernel_utils import launch_options, next_power_of_two, pdl_sync
 from draftproof.ops.triton.sampling import topk
-from draftproof.ops.triton.sampling.kernels import CHUNK, combine_logsumexp, count_before, max_and_exp_sum
+from draftproof.ops.triton.sampling.kernels import (
+    CHUNK,
+    combine_logsumexp,
+    count_before,
+    is_before,
+    max_and_exp_sum,
+)
 
 # Programs of the pass. More programs than fit on the chip would only find padding rows. Up to 350 rows each
 # program has one row, because a program with two rows loads the second after it has finished the first.
@@ -49,10 +55,10 @@ def _draft_rows(
     return tl.where(ok, n, -1), token, divisor
 
 
-@triton.jit(do_not_specialize=["B", "row_stride", "token_stride"])
+@triton.jit(do_not_specialize=["B", "row_stride", "token_stride", "named_stride"])
 def logprob_scan_kernel(
     logits, rows, tokens, named, maxima, sums, counts, named_counts, keys, N, V, chunks, groups, stride,
-    kinds, temperature, places, B, row_stride, token_stride,
+    kinds, temperature, places, B, row_stride, token_stride, named_slots, named_stride,
     TOP: tl.constexpr, NAMED: tl.constexpr, NAMED_BLOCK: tl.constexpr, PER_PROGRAM: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, DRAFTS: tl.constexpr, KIND: tl.constexpr,
     DIVIDES: tl.constexpr, HAS_PLACES: tl.constexpr, PDL: tl.constexpr,
@@ -85,7 +91,8 @@ def logprob_scan_kernel(
             x = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
             if NAMED:  # before any store, as in `logprob_finish_kernel`
                 name = tl.arange(0, NAMED_BLOCK)
-                named_ids = tl.load(named + n * NAMED + name, mask=name < NAMED, other=-1)
+                line = named + tl.load(named_slots + row) * named_stride
+                named_ids = tl.load(line + name, mask=name < NAMED, other=-1)
                 named_values = tl.load(logits + row * V + named_ids, mask=named_ids >= 0, other=0.0)
             if DIVIDES:
                 divisor = tl.sum(tl.where(index == i, divisors, 0.0), axis=0)
@@ -95,23 +102,26 @@ def logprob_scan_kernel(
             tl.store(sums + n * chunks + chunk, total)
             tl.store(counts + n * chunks + chunk, count_before(x, ids, value, token))
             if NAMED:
-                for m in range(NAMED):
-                    named_id = tl.max(tl.where(name == m, named_ids, -1), axis=0)
-                    if named_id >= 0:
-                        named_value = tl.sum(tl.where(name == m, named_values, 0.0), axis=0)
-                        before = count_before(x, ids, named_value, named_id)
-                        tl.store(named_counts + (n * NAMED + m) * chunks + chunk, before)
+                for first in range(0, NAMED, 4):  # four counts in one reduction of 16 bits each
+                    packed = tl.zeros((CHUNK,), tl.int64)
+                    for m in tl.static_range(4):
+                        named_id = tl.max(tl.where(name == first + m, named_ids, -1), axis=0)
+                        named_value = tl.sum(tl.where(name == first + m, named_values, 0.0), axis=0)
+                        packed += is_before(x, ids, named_value, named_id).to(tl.int64) << (16 * m)
+                    total, four = tl.sum(packed, axis=0), tl.arange(0, 4)
+                    at = (n * NAMED + first + four) * chunks + chunk
+                    tl.store(named_counts + at, total >> (16 * four) & 0xFFFF, mask=first + four < NAMED)
             if TOP:
                 group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
                 best = topk.group_keys(tl.reshape(x, (CHUNK // GROUP, GROUP)), group, V, GROUP)
                 tl.store(keys + n * groups + group, best, mask=group < groups)
 
 
-@triton.jit(do_not_specialize=["N", "B", "row_stride", "token_stride"])
+@triton.jit(do_not_specialize=["N", "B", "row_stride", "token_stride", "named_stride"])
 def logprob_finish_kernel(
     logits, rows, tokens, named, maxima, sums, counts, named_counts, keys,
     values, ids, ranks, named_values, named_ranks, N, V, chunks, groups, k, m,
-    kinds, temperature, places, vocab_ids, B, row_stride, token_stride,
+    kinds, temperature, places, vocab_ids, B, row_stride, token_stride, named_slots, named_stride,
     LEVELS: tl.constexpr, TOP: tl.constexpr, NAMED: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, DRAFTS: tl.constexpr, KIND: tl.constexpr, DIVIDES: tl.constexpr,
     HAS_PLACES: tl.constexpr, PDL: tl.constexpr,
@@ -147,7 +157,8 @@ def logprob_finish_kernel(
         if NAMED:
             index = tl.arange(0, NAMED)
             at = n * m + index
-            named_id = tl.load(named + at, mask=index < m, other=-1)
+            line = named + tl.load(named_slots + row) * named_stride
+            named_id = tl.load(line + index, mask=index < m, other=-1)
             named_ok = named_id >= 0
             named_logit = tl.load(row_logits + named_id, mask=named_ok, other=float("nan"))
             counts_at = named_counts + at[:, None] * chunks + part[None, :]
@@ -185,7 +196,7 @@ def logprobs(
     tokens: Tensor,
     top: int,
     out: TokenLogprobs,
-    named: Tensor | None,
+    named: NamedIds | None,
     pdl: bool,
 ) -> None:
     """Launch both kernels, for sizes of `topk.is_two_stage`; the tensors of `out` are contiguous."""
@@ -225,7 +236,7 @@ def _launch(
     count: int,
     top: int,
     out: TokenLogprobs,
-    named: Tensor | None,
+    named: NamedIds | None,
     tables: tuple[Tensor, Tensor, Tensor],  # kinds, temperatures and places of `_draft_rows`
     layout: tuple[int, int, int],  # its B and strides
     vocab_ids: Tensor,
@@ -238,23 +249,25 @@ def _launch(
     maxima, sums = torch.empty((2, count, chunks), dtype=torch.float32, device=device)
     counts = torch.empty((count, chunks), dtype=torch.int64, device=device)
     keys = torch.empty((count, groups if top else 0), dtype=torch.int64, device=device)
-    width_named = 0 if named is None else named.shape[1]
+    width_named = 0 if named is None else named.width
     named_counts = torch.empty((count, width_named, chunks), dtype=torch.int64, device=device)
-    ids_named, of_named = (tokens, (out.values, out.ranks)) if named is None else (named, out.named)
-    assert of_named is not None
+    named_ids, by_slot, of_named = tokens, (rows, 0), NamedLogprobs(out.values, out.ranks)
+    if named is not None:
+        assert out.named is not None
+        named_ids, by_slot, of_named = named.table, (named.slots, named.table.stride(0)), out.named
     named_block = next_power_of_two(width_named) if width_named else 0
     of_drafts = {"DRAFTS": False, "KIND": 0, "DIVIDES": False, "HAS_PLACES": False, **constants}
     stride = min(count, max(1, MAX_SCAN_PROGRAMS // chunks))
     logprob_scan_kernel[(stride, chunks)](
-        logits, rows, tokens, ids_named, maxima, sums, counts, named_counts, keys, count, vocab, chunks,
-        groups, stride, *tables, *layout, TOP=top > 0, NAMED=width_named, NAMED_BLOCK=named_block,
+        logits, rows, tokens, named_ids, maxima, sums, counts, named_counts, keys, count, vocab, chunks,
+        groups, stride, *tables, *layout, *by_slot, TOP=top > 0, NAMED=width_named, NAMED_BLOCK=named_block,
         PER_PROGRAM=next_power_of_two(triton.cdiv(count, stride)), CHUNK=CHUNK, GROUP=group, **of_drafts,
         **launch_options(pdl, num_warps=8, maxnreg=64),
     )  # fmt: skip
     logprob_finish_kernel[(count,)](
-        logits, rows, tokens, ids_named, maxima, sums, counts, named_counts, keys,
+        logits, rows, tokens, named_ids, maxima, sums, counts, named_counts, keys,
         out.values, out.ids, out.ranks, *of_named, count, vocab, chunks, groups, top, width_named,
-        *tables, vocab_ids, *layout,
+        *tables, vocab_ids, *layout, *by_slot,
         LEVELS=(chunks - 1).bit_length(), TOP=top > 0, NAMED=named_block, K=width,
         BLOCK=max(width, next_power_of_two(groups)), GROUP=group, **of_drafts,
         **launch_options(pdl, num_warps=FINISH_WARPS, enable_fp_fusion=False),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ConfigError
-from draftproof.ops.contract.types import DraftVocab, NamedLogprobs, TokenLogprobs
+from draftproof.ops.contract.types import DraftVocab, NamedIds, NamedLogprobs, TokenLogprobs
 from draftproof.ops.torch.sampling import ComposedSampling
 from draftproof.ops.triton.kernel_utils import FP32, INTS, LaunchContext, check_columns, matrix, vector
 from draftproof.ops.triton.sampling import kernels, logprobs, penalties, sample, topk
@@ -75,7 +75,7 @@ class TritonSampling(ComposedSampling):
         tokens: Tensor,
         top: int,
         out: TokenLogprobs | None = None,
-        named: Tensor | None = None,
+        named: NamedIds | None = None,
     ) -> TokenLogprobs:
         logits = matrix("logits", logits, None, FP32)
         rows = vector("rows", rows, None, INTS)
@@ -84,14 +84,17 @@ class TritonSampling(ComposedSampling):
             raise ConfigError(f"top {top} of {logits.shape[1]}")
         if not len(rows) or not topk.is_two_stage(logits.shape[1], top):
             return super().logprobs(logits, rows, tokens, top, out, named)
-        if named is not None and (named.dtype != torch.int64 or len(named) != len(rows)):
-            raise ConfigError(f"named must be [{len(rows)}, M] int64, not {list(named.shape)} {named.dtype}")
+        if named is not None:
+            table = matrix("named", named.table, None, (torch.int64,))
+            if not 0 < named.width <= table.shape[1]:
+                raise ConfigError(f"{named.width} named ids of {table.shape[1]}")
+            named = NamedIds(table, vector("slots", named.slots, len(logits), INTS), named.width)
         if out is None:
             ids, values = ((len(rows), top), torch.int64), ((len(rows), 1 + top), torch.float32)
             of_named = None
             if named is not None:
-                shape = tuple(named.shape)
-                of_named = NamedLogprobs(self._launch.empty(shape, torch.float32), torch.empty_like(named))
+                shape, empty = (len(rows), named.width), self._launch.empty
+                of_named = NamedLogprobs(empty(shape, torch.float32), empty(shape, torch.int64))
             ranks = torch.empty_like(rows)
             out = TokenLogprobs(self._launch.empty(*values), self._launch.empty(*ids), ranks, of_named)
         check_columns("ranks", (out.ranks,), len(rows))
@@ -99,9 +102,9 @@ class TritonSampling(ComposedSampling):
         if out.values.shape != (len(rows), 1 + top) or not out.values.is_contiguous():
             raise ConfigError(f"values must be [{len(rows)}, {1 + top}], not {list(out.values.shape)}")
         if named is not None:
-            if out.named is None or any(x.shape != named.shape or not x.is_contiguous() for x in out.named):
-                raise ConfigError(f"the named values and ranks must be {list(named.shape)} and contiguous")
-            named = named.contiguous()
+            shape = (len(rows), named.width)
+            if out.named is None or any(x.shape != shape or not x.is_contiguous() for x in out.named):
+                raise ConfigError(f"the named values and ranks must be {list(shape)} and contiguous")
         logprobs.logprobs(logits, rows, tokens, top, out, named, self._launch.early(rows))
         return out
 
