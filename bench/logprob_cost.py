@@ -24,7 +24,7 @@ from common.checkout_process import CheckoutProcess
 from common.gpu_logprob_cost import DRAFTER_BARS, proposers_of
 from common.measure import finish
 
-WORKER = Path(__file__).parent / "common" / "logprob_worker.py"
+WORKER = Path(__file__).parent / "common" / "logprob_cost_worker.py"
 PROPOSERS = ("head", "ngram", "hybrid", "draft_model")
 LEAST_ROUNDS = 2
 

@@ -102,15 +102,15 @@ def logprob_scan_kernel(
             tl.store(sums + n * chunks + chunk, total)
             tl.store(counts + n * chunks + chunk, count_before(x, ids, value, token))
             if NAMED:
-                for first in range(0, NAMED, 4):  # four counts in one reduction of 16 bits each
-                    packed = tl.zeros((CHUNK,), tl.int64)
+                for first in range(0, NAMED, 4):  # four counts in one reduction, 16 bits each
+                    marks = tl.zeros((CHUNK,), tl.int64)
                     for m in tl.static_range(4):
                         named_id = tl.max(tl.where(name == first + m, named_ids, -1), axis=0)
                         named_value = tl.sum(tl.where(name == first + m, named_values, 0.0), axis=0)
-                        packed += is_before(x, ids, named_value, named_id).to(tl.int64) << (16 * m)
-                    total, four = tl.sum(packed, axis=0), tl.arange(0, 4)
+                        marks += is_before(x, ids, named_value, named_id).to(tl.int64) << (16 * m)
+                    four, packed = tl.arange(0, 4), tl.sum(marks, axis=0)
                     at = (n * NAMED + first + four) * chunks + chunk
-                    tl.store(named_counts + at, total >> (16 * four) & 0xFFFF, mask=first + four < NAMED)
+                    tl.store(named_counts + at, packed >> (16 * four) & 0xFFFF, mask=first + four < NAMED)
             if TOP:
                 group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
                 best = topk.group_keys(tl.reshape(x, (CHUNK // GROUP, GROUP)), group, V, GROUP)
