@@ -14,7 +14,7 @@ from common.prompts import chat_prompts
 
 from draftproof import LLM, SamplingParams
 
-MAX_WARM_UPS = 5  # turns without timing
+MAX_WARM_UPS = 8  # turns without timing
 
 
 def num_graphs(llm: Any) -> tuple[int, int]:
