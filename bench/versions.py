@@ -180,7 +180,7 @@ def main() -> None:
         if engine != "plain" and (plain := summaries.get(f"plain, {rest}")):
             for name, found in over_plain.items():
                 found[key] = round(cell[name] / plain[name], 3)
-    lowest = min(cell["ratio"] for cell in summaries.values())
+    lowest = min((cell["ratio"] for cell in summaries.values()), default=None)
     found = {"start_seconds": starts, "cells": summaries, "over_plain": over_plain, "lowest_ratio": lowest}
     finish("versions", found)
 
