@@ -20,9 +20,9 @@ import time
 from typing import Any
 
 import torch
-from common.llama_peer import LlamaPeer
 from common.measure import finish, instructions, read_bandwidth
-from common.transformers_peer import load_peer
+from common.peers.llama_peer import LlamaPeer
+from common.peers.transformers_peer import load_peer
 
 from draftproof import LLM, SamplingParams
 from draftproof.models.hub import find_model

@@ -183,7 +183,7 @@ def kv(bench: Bench) -> dict[str, Any]:
 
 def transformers(bench: Bench) -> dict[str, Any]:
     """Compare speed of greedy decoding and logits with transformers on the same weights."""
-    from common.transformers_peer import side_by_side
+    from common.peers.transformers_peer import side_by_side
 
     llm, kind = bench.llm(), bench.options.load_format
     return side_by_side(llm, bench.prompts("chat", 8), bench.options.tokens, load_format=kind)

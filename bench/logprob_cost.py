@@ -20,11 +20,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from common.checkout_process import CheckoutProcess
+from common.checkouts.checkout_process import CheckoutProcess
 from common.gpu_logprob_cost import DRAFTER_BARS, proposers_of
 from common.measure import finish
 
-WORKER = Path(__file__).parent / "common" / "logprob_cost_worker.py"
+WORKER = Path(__file__).parent / "common" / "checkouts" / "logprob_cost_worker.py"
 PROPOSERS = ("head", "ngram", "hybrid", "draft_model")
 LEAST_ROUNDS = 2
 

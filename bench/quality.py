@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.llama_logits import LlamaLogits
 from common.measure import finish
+from common.peers.llama_logits import LlamaLogits
 from torch import Tensor
 
 from draftproof import LLM

@@ -34,7 +34,15 @@ from pathlib import Path
 from typing import Any
 
 from common.measure import finish
-from common.server_process import NGRAM, ask, cpu_seconds, family_cpu_seconds, get, request_bytes, served
+from common.serving.server_process import (
+    NGRAM,
+    ask,
+    cpu_seconds,
+    family_cpu_seconds,
+    get,
+    request_bytes,
+    served,
+)
 
 EVENT = b"data: {"
 LEAST_RATIO = 0.98  # of the new server's speed to the old one's
@@ -150,7 +158,7 @@ def with_stub_worker(options: argparse.Namespace) -> dict[str, Any]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(4096)
         where = listener.getsockname()[:2]
-        common = [sys.executable, str(here / "common" / "stub_worker.py")]
+        common = [sys.executable, str(here / "common" / "serving" / "stub_worker.py")]
         profile = ["--profile", options.profile + ".worker"] if options.profile else []
         command = [*common, "worker", folder, "--tokenizer", options.tokenizer, *profile]
         command += ["--step-seconds", str(options.step_seconds)]

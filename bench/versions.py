@@ -26,7 +26,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from common.checkout_process import CheckoutProcess
+from common.checkouts.checkout_process import CheckoutProcess
 from common.measure import finish
 
 ENGINES: dict[str, dict[str, Any] | None] = {
@@ -40,7 +40,7 @@ ENGINES: dict[str, dict[str, Any] | None] = {
         "proposers": [{"method": "eagle3"}, {"method": "suffix"}],
     },
 }
-WORKER = Path(__file__).parent / "common" / "version_worker.py"
+WORKER = Path(__file__).parent / "common" / "checkouts" / "version_worker.py"
 
 
 def read_tasks(path: Path | None, names: list[str]) -> dict[str, list[str]]:

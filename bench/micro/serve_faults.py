@@ -30,9 +30,19 @@ from collections.abc import Awaitable, Callable
 from glob import glob
 from typing import Any
 
-from common.fault_requests import STREAMS, bodies, expectations, invalid_request, tokens_of
 from common.measure import finish
-from common.server_process import NGRAM, Program, Reply, ask, get, num_files, request_bytes, rss_mib, served
+from common.serving.fault_requests import STREAMS, bodies, expectations, invalid_request, tokens_of
+from common.serving.server_process import (
+    NGRAM,
+    Program,
+    Reply,
+    ask,
+    get,
+    num_files,
+    request_bytes,
+    rss_mib,
+    served,
+)
 
 MIB_SERVER, MIB_WORKER = 24.0, 64.0  # by which memory may grow in the second half of a fault
 

@@ -24,7 +24,7 @@ REPO = HERE.parent.parent
 sys.path.insert(0, str(REPO / "bench"))
 
 from common.measure import commit, hardware  # noqa: E402
-from common.server_process import served  # noqa: E402
+from common.serving.server_process import served  # noqa: E402
 from environments import NAMES, NODE_CLIENTS, TOOLS, node_environment, python_environment  # noqa: E402
 from tools import run_tool  # noqa: E402
 

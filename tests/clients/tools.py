@@ -17,7 +17,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from common.server_process import NGRAM, Program, served
+from common.serving.server_process import NGRAM, Program, served
 
 from draftproof import LLM, SamplingParams
 from draftproof.text.tokenizer import Tokenizer

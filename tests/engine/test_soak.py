@@ -1,7 +1,7 @@
-"""A short run of bench/soak.py with few pages, aborts and faults."""
+"""A short run of bench/exactness/soak.py with few pages, aborts and faults."""
 
 import pytest
-from soak import soak
+from exactness.soak import soak
 
 from draftproof.engine.scheduler import Scheduler
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bits
 import pytest
-from common import bits_cases
+from exactness import bits_between_commits as bits
+from exactness import bits_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = ROOT / "tests" / "goldens"

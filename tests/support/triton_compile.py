@@ -197,7 +197,9 @@ def step(ops: TritonOps, entries: int, k: int, vocab: int) -> None:
         ops.step.commit(made.plan, windows, choice, ints, out)
     for top in (0, 5, 20, 64):
         ops.sampling.logprobs(logits, ints, ints, top)
-    ops.sampling.logprobs(logits, ints, ints, 0, None, NamedIds(ints[None].expand(4, -1).contiguous(), ints, 8))
+    ops.sampling.logprobs(
+        logits, ints, ints, 0, None, NamedIds(ints[None].expand(4, -1).contiguous(), ints, 8)
+    )
     of_rows = TokenLogprobs(torch.empty((rows, 1)), torch.empty((rows, 0), dtype=torch.int64), ints)
     kind = made.columns.draft_kind, 1
     ops.sampling.draft_logprobs(logits, ints[None], ints[None], 0, of_rows, kind=kind)

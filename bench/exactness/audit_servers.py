@@ -1,4 +1,4 @@
-"""Servers of this project for `bench/audit.py ours`: every proposer and strategy, as `draftproof serve` runs.
+"""Servers for `bench/exactness/audit.py ours`: every proposer and strategy, as `draftproof serve` runs them.
 
 `smollm2`: the default model. `tiny`: random weights, with an MTP layer in the checkpoint, a draft model and
 an EAGLE head, for proposers that need one. A tied LM head repeats tokens, so that drafts are accepted.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.server_process import served
+from common.serving.server_process import served
 from safetensors.torch import save_file
 
 from draftproof.audit.prompts import PASSAGE
@@ -111,7 +111,7 @@ def write_models(folder: Path) -> Path:
 
     The draft model has almost the same weights, the EAGLE head is the first layer of the model.
     """
-    sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests" / "support"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
     from serving import make_folder
 
     made = []

@@ -1,8 +1,8 @@
 """Record the bits of generated tokens and logprobs, and compare them with a record of another commit.
 
-    python bench/bits_between_commits.py --set tiny --out new.json
-    PYTHONPATH=OTHER_CHECKOUT/src python bench/bits_between_commits.py --set tiny --out old.json
-    python bench/bits_between_commits.py --set tiny --compare old.json
+    python bench/exactness/bits_between_commits.py --set tiny --out new.json
+    PYTHONPATH=OTHER_CHECKOUT/src python bench/exactness/bits_between_commits.py --set tiny --out old.json
+    python bench/exactness/bits_between_commits.py --set tiny --compare old.json
 
 Only the public API is used, so the same script runs on two checkouts. A record holds one entry a case: a
 SHA-256 over token ids, text, finish reason and the float64 bytes of every logprob, the first token ids, and
@@ -17,6 +17,11 @@ The number of drafts is fixed (`adaptive: false`) wherever an output may depend 
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
+
 import argparse
 import gc
 import hashlib
@@ -25,18 +30,16 @@ import math
 import platform
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from common.bits_cases import EngineCase, llama8b, smollm2, tiny
+from exactness.bits_cases import EngineCase, llama8b, smollm2, tiny
 
 import draftproof
 from draftproof import LLM, RequestOutput, SamplingParams

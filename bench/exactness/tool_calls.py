@@ -1,6 +1,6 @@
 """Required tool calls at temperature 1: validity, equal bits, and steps with drafts from the schema's text.
 
-    python bench/tool_calls.py [--cases 500] [--compared 500] [--model smollm2-135m] [--batch 16]
+    python bench/exactness/tool_calls.py [--cases 500] [--compared 500] [--model smollm2-135m] [--batch 16]
         [--bounded] [--device cuda] [--quantization gguf]
 
 Each case has a question, tools and a seed. The first outputs are generated three times: without drafts, with
@@ -11,6 +11,11 @@ accepted drafts.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
+
 import argparse
 import json
 import time
@@ -18,7 +23,7 @@ from typing import Any
 
 import jsonschema
 from common.measure import finish
-from common.schema_drafts import draft_parts
+from exactness.schema_drafts import draft_parts
 
 from draftproof import LLM, SamplingParams, StructuredOutputs
 from draftproof.serve.api.generation.tool_options import tool_messages_as_text

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BENCH_FOLDER = Path(__file__).parents[1]
+BENCH_FOLDER = Path(__file__).parents[2]
 
 
 class CheckoutProcess:

@@ -1,6 +1,6 @@
 """Long run of one engine with a tiny random model; the last line of stdout is JSON.
 
-    python bench/soak.py [--requests 2000] [--seed 0] [--pages 18] [--method ngram] [--no-overlap]
+    python bench/exactness/soak.py [--requests 2000] [--seed 0] [--pages 18] [--method ngram] [--no-overlap]
                          [--model llama] [--backend auto]
 
 Requests of random lengths, options, priorities, salts and grammars share few pages. Some are aborted, some
@@ -12,6 +12,11 @@ reason and error included; the output of an aborted request must be a prefix of 
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
+
 import argparse
 import gc
 import logging
@@ -20,7 +25,6 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -1,8 +1,8 @@
 """Power, false alarms and cost of `draftproof audit`; the last line of stdout is JSON.
 
-    python bench/audit.py stubs [--repetitions 100] [--honest 1000] [--first 0] [--stubs NAMES]
-    python bench/audit.py paced [--speed 50]
-    python bench/audit.py ours [--budget 12000] [--cases NAMES]
+    python bench/exactness/audit.py stubs [--repetitions 100] [--honest 1000] [--first 0] [--stubs NAMES]
+    python bench/exactness/audit.py paced [--speed 50]
+    python bench/exactness/audit.py ours [--budget 12000] [--cases NAMES]
 
 `stubs`: whole audits of stub servers, planted faults and honest variations, as `audit --self-test` runs them.
 `paced`: one quick audit of a stub server that generates so many tokens a second, over all its requests.
@@ -11,10 +11,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
+
 import argparse
 import logging
 import math
-import sys
 import threading
 import time
 from collections import Counter
@@ -158,7 +162,7 @@ def main() -> None:
     parser.add_argument("--cases", help="names of servers separated by commas")
     options = parser.parse_args()
     if options.part == "ours":
-        from common.audit_servers import ours
+        from exactness.audit_servers import ours
 
         rows = []
         for name, report in ours(options.budget, options.cases.split(",") if options.cases else None):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from common.server_process import Reply, request_bytes
+from common.serving.server_process import Reply, request_bytes
 
 from draftproof import LLM, SamplingParams
 

@@ -1,6 +1,6 @@
 """MTP drafts with prefix cache, preemption and n-gram hybrid against plain decoding, bit by bit.
 
-    python bench/mtp_exactness.py [--model smollm2-135m] [--device cuda] [--tokens 100000] [--seqs 64] [-k 3]
+    python bench/exactness/mtp.py [--model smollm2-135m] [--device cuda] [--tokens 100000] [--seqs 64] [-k 3]
                         [--dtype bfloat16]
 
 Requests with shared prefixes, at temperature 0 and 0.8, are served twice by an engine without drafts, cache
@@ -12,9 +12,13 @@ The last line of stdout is JSON.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
+
 import argparse
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,4 +125,4 @@ def parsed() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    finish("mtp_exactness", measure(parsed()))
+    finish("mtp", measure(parsed()))

@@ -1,6 +1,6 @@
 """Scores and weight updates under load, compared bit for bit; the last line of stdout is JSON.
 
-    python bench/scores_exactness.py PROMPTS.jsonl [--model smollm2-135m] [--answers 1000] [--tokens 24]
+    python bench/exactness/scores.py PROMPTS.jsonl [--model smollm2-135m] [--answers 1000] [--tokens 24]
                            [--generate 64,7,1] [--score 48,5] [--streams 64]
 
 Answers are sampled at temperature 1, a seed each: half of them without drafts and half with n-gram drafts, at
@@ -14,6 +14,11 @@ logprobs after it with a fresh engine of the new file, as are later requests.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
+
 import argparse
 import asyncio
 import json
@@ -21,7 +26,6 @@ import shutil
 import struct
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from common.measure import finish
@@ -200,7 +204,7 @@ def main() -> None:
     figures["accepted_drafts"] = accepted
     print(figures, flush=True)
     figures["differing_bits"] = score_all(options.model, answers, sizes["score"])
-    finish("scores_exactness", figures)
+    finish("scores", figures)
 
 
 if __name__ == "__main__":

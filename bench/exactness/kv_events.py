@@ -1,7 +1,7 @@
 """KV events of a tiny random model, indexed by Dynamo's KV indexer; the last line of stdout is JSON.
 
     python -m venv /tmp/dynamo && /tmp/dynamo/bin/pip install ai-dynamo-runtime==1.6.1
-    python bench/kv_events_check.py --indexer /tmp/dynamo/bin/python [--requests 1000] [--wave 50]
+    python bench/exactness/kv_events.py --indexer /tmp/dynamo/bin/python [--requests 1000] [--wave 50]
 
 Requests with shared prefixes, salts and aborts use few pages, so that blocks are evicted all the time. After
 each wave the blocks of the index must be those that the engine can reuse. The indexer starts after half of
@@ -11,22 +11,25 @@ release, every message is decoded with vLLM's own types as well.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
+
 import argparse
 import json
 import random
 import subprocess
-import sys
 import time
 import types
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import zmq
 from common.measure import finish
-from soak import MODEL, VOCAB, weights
+from exactness.soak import MODEL, VOCAB, weights
 
 from draftproof.config import EngineConfig
 from draftproof.engine.engine import Engine
@@ -271,7 +274,7 @@ def main() -> None:
             indexer.close()
         if subscriber is not None:
             subscriber.close()
-    finish("kv_events_check", figures)
+    finish("kv_events", figures)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common.bits_models import FAMILIES, TINY_VOCAB, TinyModels, random_tensor
+from exactness.bits_models import FAMILIES, TINY_VOCAB, TinyModels, random_tensor
 
 STRATEGIES = ("target_match", "greedy", "rejection", "topp")
 PROPOSERS = ("ngram", "suffix", "given", "draft_model", "mtp", "eagle", "eagle3", "hybrid")

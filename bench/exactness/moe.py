@@ -1,6 +1,6 @@
 """A dense model as a mixture of experts: the text of the dense one, and equal bits with drafts.
 
-    python bench/moe_exactness.py --prompts spec_bench.jsonl [--model smollm2-135m] [--device cuda]
+    python bench/exactness/moe.py --prompts spec_bench.jsonl [--model smollm2-135m] [--device cuda]
                         [--parts copies,drafts] [--tokens 100000] [--dtype bfloat16] [--seqs 64] [-k 4]
 
 copies: each MLP is copied into all experts, of which a token selects two with normalised weights, so the
@@ -13,6 +13,11 @@ A line of the prompts has `turns` or `prompt`. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/
 
 import argparse
 import gc
@@ -159,4 +164,4 @@ if __name__ == "__main__":
     parts = {"copies": copies, "drafts": drafts}
     names = chosen_options.parts.split(",")
     every = encoded(chosen_options)
-    finish("moe_exactness", {name: parts[name](every, chosen_options) for name in names})
+    finish("moe", {name: parts[name](every, chosen_options) for name in names})
