@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from draftproof.ops.cpu.attention.amx_value_tiles import PAIRED_KEYS, clear_values, pack_values
-from draftproof.ops.cpu.attention.fma import ARG, SPLIT, arg, clear, clip, first_key
+from draftproof.ops.cpu.attention.arguments import ARG, arg
+from draftproof.ops.cpu.attention.fma import SPLIT, clear, clip, first_key
 from draftproof.ops.cpu.attention.kv import (
     FLOAT,
     copy_kv_bf16,

@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from draftproof.ops.cpu.attention.fma import ARG, arg
+from draftproof.ops.cpu.attention.arguments import ARG, arg
 from draftproof.ops.cpu.jit.amx import TILE_BYTES
 from draftproof.ops.cpu.jit.compile import (
     I1,

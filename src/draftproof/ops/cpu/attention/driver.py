@@ -13,11 +13,10 @@ from typing import Any
 from numba import int64
 
 from draftproof.ops.cpu.attention.amx import split_amx
+from draftproof.ops.cpu.attention.arguments import ARG, arg
 from draftproof.ops.cpu.attention.fma import (
-    ARG,
     MAX_QUERIES,
     SPLIT,
-    arg,
     clear,
     first_key,
     merge,

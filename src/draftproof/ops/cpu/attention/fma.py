@@ -11,30 +11,19 @@ the kernels that iterate over rows, heads and splits.
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import Any
 
 import numpy as np
 
-from draftproof.ops.cpu.attention.kv import (
-    FLOAT,
-    SCALE_BYTES,
-    element_bytes,
-    key_stride,
-    kv_offset,
-    load_kv,
-    page_start,
-    scale_offset,
-    token_index,
-)
+from draftproof.ops.cpu.attention.arguments import ARG, arg
+from draftproof.ops.cpu.attention.kv import FLOAT
+from draftproof.ops.cpu.attention.kv_blocks import BLOCK, gather, transpose_pages, transpose_words
 from draftproof.ops.cpu.gemm.microkernel import (
     COLUMNS,
     HAS_AVX512,
     MAX_ROWS,
     panel_cached,
     transpose,
-    transpose_bf16,
-    transpose_bf16_pairs,
 )
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import (
@@ -43,24 +32,13 @@ from draftproof.ops.cpu.jit.compile import (
     inlined,
     load_f32,
     load_i64,
-    prefetch,
     store_f32,
 )
 
 SPLIT = 128  # keys per split
-BLOCK = COLUMNS  # keys that are unpacked at a time
-PREFETCH_KEYS = 16  # distance at which K is prefetched
 MAX_QUERIES = 48  # (row, head) pairs that share a pass over K and V
 _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-3.0e38)
-
-
-Arguments = namedtuple(
-    "Arguments",
-    "out q positions slots page_table cache workspace workspace_bytes num_q num_kv dim window num_slots "
-    "max_pages num_pages page_size scale out_dim values sinks",
-)
-ARG = Arguments(*range(20))  # indices of the kernels' int64 arguments
 
 
 def scratch_bytes(group: int, dim: int) -> int:
@@ -70,125 +48,11 @@ def scratch_bytes(group: int, dim: int) -> int:
 
 
 @inlined
-def arg(args: int, place: int) -> int:
-    """Return an argument of the kernel."""
-    return load_i64(args + 8 * place)
-
-
-@inlined
 def first_key(position: int, window: int) -> int:
     """Return the first key visible from a position."""
     if window > 0:
         return max(0, position - window + 1)
     return 0
-
-
-@device
-def _gather(
-    args: int,
-    cache: int,
-    slot: int,
-    head: int,
-    first: int,
-    last: int,
-    out: int,
-    columns: int,
-    bf16: bool,
-    form: int,
-) -> None:
-    """Write out [last - first, wide] fp32: the first columns of the head's vectors of keys [first, last)."""
-    size = element_bytes(bf16, form)
-    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
-    num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
-    wide = (columns + COLUMNS - 1) // COLUMNS * COLUMNS
-    pages = arg(args, ARG.page_table) + slot * arg(args, ARG.max_pages) * 4
-    key = first
-    while key < last:
-        index = token_index(pages, key, page_size, num_pages)
-        src = cache + kv_offset(index, head, page_size, num_kv, dim, size, form)
-        scale_at = cache + scale_offset(index, head, page_size, num_kv, dim)
-        stop = min(last, (key // page_size + 1) * page_size)
-        while key < stop:
-            dst = out + (key - first) * wide * 4
-            if form != FLOAT:
-                scale = v.splat(load_f32(scale_at))
-                for i in range(0, columns, 16):
-                    v.store(dst + 4 * i, v.mul(load_kv(src, i, columns - i, bf16, form), scale))
-                scale_at += SCALE_BYTES
-            else:
-                for i in range(0, columns, 16):
-                    v.store(dst + 4 * i, load_kv(src, i, columns - i, bf16, form))
-            src += key_stride(num_kv, dim, size)
-            key += 1
-
-
-@device
-def _prefetch_keys(args: int, slot: int, head: int, key: int) -> None:
-    """Prefetch the head's bf16 K of the keys that are read next and V of keys [key, key + 8)."""
-    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
-    num_pages, page_size, max_pages = (
-        arg(args, ARG.num_pages),
-        arg(args, ARG.page_size),
-        arg(args, ARG.max_pages),
-    )
-    pages = arg(args, ARG.page_table) + slot * max_pages * 4
-    at = token_index(pages, key, page_size, num_pages)
-    ahead = token_index(pages, min(key + PREFETCH_KEYS, (max_pages - 1) * page_size), page_size, num_pages)
-    values = arg(args, ARG.values) + kv_offset(at, head, page_size, num_kv, dim, 2, FLOAT)
-    keys = arg(args, ARG.cache) + kv_offset(ahead, head, page_size, num_kv, dim, 2, FLOAT)
-    stride = key_stride(num_kv, dim, 2)
-    for i in range(8):
-        for line in range(0, 2 * dim, 64):
-            prefetch(keys + i * stride + line)
-            prefetch(values + i * stride + line)
-
-
-@device
-def _transpose_pages(args: int, slot: int, head: int, first: int, last: int, out: int) -> None:
-    """Write out [dim, BLOCK]: the head's bf16 vectors of keys [first, last) in fp32, transposed.
-
-    Eight keys at a time are read where they are stored: `page_size` and `dim` are multiples of 8.
-    """
-    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
-    num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
-    pages = arg(args, ARG.page_table) + slot * arg(args, ARG.max_pages) * 4
-    stride = key_stride(num_kv, dim, 2)
-    for key in range(first, last, 8):
-        _prefetch_keys(args, slot, head, key)
-        index = token_index(pages, key, page_size, num_pages)
-        src = arg(args, ARG.cache) + kv_offset(index, head, page_size, num_kv, dim, 2, FLOAT)
-        for d in range(0, dim, 8):
-            transpose_bf16(src + 2 * d, stride, out + (d * BLOCK + key - first) * 4, BLOCK * 4)
-
-
-@device
-def _transpose_words(args: int, slot: int, head: int, first: int, last: int, out: int) -> None:
-    """Write what `_transpose_pages` writes, 16 keys and 32 dims at a time.
-
-    `page_size` is a multiple of 16, `dim` of 32, and `first` of `BLOCK`. The next keys, and the values of
-    these keys, are prefetched. One division in all: one for every 16 keys would take a tenth of the time.
-    """
-    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
-    num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
-    max_pages = arg(args, ARG.max_pages)
-    pages = arg(args, ARG.page_table) + slot * max_pages * 4
-    stride = key_stride(num_kv, dim, 2)
-    index, entry = token_index(pages, first, page_size, num_pages), first // page_size
-    offset = first - entry * page_size
-    for key in range(first, last, 16):
-        at = kv_offset(index, head, page_size, num_kv, dim, 2, FLOAT)
-        offset += 16
-        if offset == page_size:
-            entry, offset = min(entry + 1, max_pages - 1), 0
-        index = page_start(pages, entry, page_size, num_pages) + offset
-        keys = arg(args, ARG.cache) + kv_offset(index, head, page_size, num_kv, dim, 2, FLOAT)
-        for i in range(16):
-            for line in range(0, 2 * dim, 64):
-                prefetch(keys + i * stride + line)
-                prefetch(arg(args, ARG.values) + at + i * stride + line)
-        for d in range(0, dim, 32):
-            to = out + (d * BLOCK + key - first) * 4
-            transpose_bf16_pairs(arg(args, ARG.cache) + at + 2 * d, stride, to, BLOCK * 4)
 
 
 @inlined
@@ -347,7 +211,7 @@ def split_fma(
     qs = scratch  # [queries, wide] fp32, scaled
     scores = qs + queries * wide * 4  # [queries, SPLIT]
     lines = scores + queries * SPLIT * 4  # [BLOCK, wide]
-    transposed = lines + BLOCK * wide * 4  # [wide, BLOCK]
+    transposed = lines + BLOCK * wide * 4  # [wide, BLOCK]; later [BLOCK, wide] of V: two would fill the cache
 
     lowest, highest = split + SPLIT, split
     for row in range(rows):
@@ -364,11 +228,11 @@ def split_fma(
     for start in range(lowest, highest, BLOCK):
         end = min(start + BLOCK, highest)
         if is_raw and HAS_AVX512 and page_size % 16 == 0 and dim % 32 == 0:
-            _transpose_words(args, slot, head, start, end, transposed)
+            transpose_words(args, slot, head, start, end, transposed)
         elif is_raw and whole:
-            _transpose_pages(args, slot, head, start, end, transposed)
+            transpose_pages(args, slot, head, start, end, transposed)
         else:
-            _gather(args, cache, slot, head, start, end, lines, dim, bf16, form)
+            gather(args, cache, slot, head, start, end, lines, dim, bf16, form)
             for d in range(0, dim, 16):
                 for key in range(0, BLOCK, 16):
                     src, dst = lines + (key * wide + d) * 4, transposed + (d * BLOCK + key) * 4
@@ -393,7 +257,7 @@ def split_fma(
             store_f32(part_state + 8 * i + 4, mass)
     for start in range(lowest, highest, BLOCK):
         end = min(start + BLOCK, highest)
-        _gather(args, values, slot, head, start, end, lines, out_dim, bf16, form)
+        gather(args, values, slot, head, start, end, transposed, out_dim, bf16, form)
         _add_weighted_values(
-            queries, group, positions, window, split, start, end, scores, lines, part, out_wide
+            queries, group, positions, window, split, start, end, scores, transposed, part, out_wide
         )
