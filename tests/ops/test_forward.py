@@ -271,6 +271,10 @@ def test_norms_and_silu_equal_reference(ops: Ops, dtype: torch.dtype, width: int
         assert_close(
             ops.forward.rms_norm(x, weight, 1e-6), REFERENCE.forward.rms_norm(x, weight, 1e-6), dtype
         )
+        pairs = torch.cat([x, residual], 1)  # two vectors a row, each with a norm of its own
+        normed = [ops.forward.rms_norm(part, weight, 1e-6) for part in (x, residual)]
+        assert torch.equal(ops.forward.rms_norm(pairs, weight, 1e-6), torch.cat(normed, 1))
+        assert_close(torch.cat(normed, 1), REFERENCE.forward.rms_norm(pairs, weight, 1e-6), dtype)
         got, total = ops.forward.add_rms_norm(x, residual, weight, 1e-5)
         want, summed = REFERENCE.forward.add_rms_norm(x, residual, weight, 1e-5)
         assert_close(got, want, dtype)

@@ -752,7 +752,7 @@ def wrong_arguments_raise() -> None:
         lambda: ops.forward.linear(x[:, :8], weight),
         lambda: ops.forward.linear(x.double(), weight),
         lambda: ops.forward.linear(x, weight, torch.float64),
-        lambda: ops.forward.rms_norm(x, torch.ones(8), 1e-6),
+        lambda: ops.forward.rms_norm(x, torch.ones(7), 1e-6),
         lambda: ops.forward.act_mul(x[:, :15]),
         lambda: ops.sampling.top(x, 17),
         lambda: ops.sampling.rank(x, torch.zeros(2, dtype=torch.int64)),

@@ -67,7 +67,10 @@ class HeadProposer(ModelProposer):
         self.caches = layout.allocate(env.num_pages, env.page_size, env.ops.device)
         self._none = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
         capture, rows = env.ops.runtime.capture, env.ops.runtime.bucket(env.max_rows)
+        # Features of the target are reduced in the captured pass, or on a device beside a search (`begin`).
+        self._reduces_in_pass = not env.ops.runtime.asynchronous
         self._forward, self._store = capture(self._row, rows), capture(self._kv, rows)
+        self._first = capture(self._first_row, rows) if self._reduces_in_pass else self._forward
         self._chain: MtpChain | None = None
         if len(self.models) > 1:
             self._chain = MtpChain(self.models, self.caches, env, target.dtype)
@@ -132,7 +135,12 @@ class HeadProposer(ModelProposer):
     def _row(self, rows: Rows, feature: Tensor) -> tuple[Tensor]:
         return (self.model.forward(rows, feature, self.caches),)
 
+    def _first_row(self, rows: Rows, features: Tensor) -> tuple[Tensor]:
+        return self._row(rows, self.model.feature(features))
+
     def _kv(self, rows: Rows, feature: Tensor) -> tuple[()]:
+        if self._reduces_in_pass:
+            feature = self.model.feature(feature)
         self.model.store(rows, feature, self.caches)
         return ()
 
@@ -143,7 +151,7 @@ class HeadProposer(ModelProposer):
         if self._chain is not None:
             return *rounds.shift_rows(*given), self.model.feature(batch.features)
         rows, last, features = rounds.head_rows(*given, batch.features)
-        return rows, last, self.model.feature(features)
+        return rows, last, features if self._reduces_in_pass else self.model.feature(features)
 
     def draft(self, batch: DeviceBatch) -> Draft:
         """Store KV of the step's rows, then run the rounds."""
@@ -162,7 +170,7 @@ class HeadProposer(ModelProposer):
             self._store(rows, feature)
             rows, feature, at = rounds.rows(0), feature[last.clamp(min=0)], None
         for j in range(batch.spec.rounds):
-            (row,) = self._forward(rounds.rows(j) if j else rows, feature)
+            (row,) = self._forward(rounds.rows(j), feature) if j else self._first(rows, feature)
             row = self._sample(rounds, j, model, row, at)
             feature, at = model.next_feature(row), None
             if not rounds.should_continue(j):

@@ -135,10 +135,10 @@ class DraftHeadModel:
         """Reduce rows of the target [R, layers * target hidden] to feature rows [R, hidden]."""
         if not self.config.join.attends_to_pair:
             return rows
-        ops, eps, count = self.ops, self.config.rms_norm_eps, len(rows)
+        ops, eps = self.ops, self.config.rms_norm_eps
         if self.feature_norm is not None:  # over each layer's part, or over the whole row
-            rows = ops.forward.rms_norm(rows.reshape(-1, len(self.feature_norm)), self.feature_norm, eps)
-        return ops.forward.linear(rows.view(count, -1), self.fc)
+            rows = ops.forward.rms_norm(rows, self.feature_norm, eps)
+        return ops.forward.linear(rows, self.fc)
 
     def forward(self, rows: Rows, feature: Tensor, caches: list[Tensor]) -> Tensor:
         """Run rows whose `tokens` are the next tokens, and store their K and V. `feature` may be overwritten.

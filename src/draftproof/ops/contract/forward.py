@@ -110,7 +110,10 @@ class ForwardOps(LatentOps, ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Compute x [R, D] / rms(x), rounded to the dtype of weight [D], times weight."""
+        """Compute x / rms(x), rounded to the dtype of weight [D], times weight.
+
+        Each row of x [R, n * D] holds n vectors, and each of them has a norm of its own.
+        """
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -29,9 +29,9 @@ def check_tensor(
     return x.contiguous()
 
 
-def check_norm(weight: Tensor, x: Tensor) -> Tensor:
-    """Return the weight of a norm of x [R, D], contiguous; it has x's dtype, or is bf16 beside fp32."""
-    return check_tensor("weight", weight, 1, x.shape[1], None if x.dtype == torch.float32 else x.dtype)
+def check_norm(weight: Tensor, x: Tensor, width: int) -> Tensor:
+    """Return the weight [width] of a norm of x, contiguous; it has x's dtype, or is bf16 beside fp32."""
+    return check_tensor("weight", weight, 1, width, None if x.dtype == torch.float32 else x.dtype)
 
 
 def check_ints(name: str, x: Tensor, rows: int | None = None) -> Tensor:

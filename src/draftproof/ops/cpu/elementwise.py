@@ -68,10 +68,11 @@ def _rms_norm(x_bf16: bool, bf16: bool) -> Kernel:
 
     @kernel
     def rms_norm(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
-        """Norm rows; args: out, x, weight, width, eps."""
+        """Norm the vectors of rows; args: out, x, weight, width of a vector, vectors a row, eps."""
         out, x, weight = load_i64(args), load_i64(args + 8), load_i64(args + 16)
-        width, eps = load_i64(args + 24), f64_of_bits(load_i64(args + 32))
-        begin, end = share(rows, thread, threads)
+        width, count = load_i64(args + 24), load_i64(args + 32)
+        eps = f64_of_bits(load_i64(args + 40))
+        begin, end = share(rows * count, thread, threads)
         for row in range(begin, end):
             at = row * width
             normalise(x + at * x_size, out + at * size, weight, width, eps, x_bf16, bf16)

@@ -39,6 +39,7 @@ from draftproof.ops.cpu.gemm.formats import (
     packed_version,
     select_gemm,
 )
+from draftproof.ops.cpu.gemm.int8 import quantize_columns
 from draftproof.ops.cpu.jit.huge_pages import WeightMemory
 from draftproof.ops.cpu.jit.program import Argument
 from draftproof.ops.cpu.jit.thread_pool import aligned_bytes
@@ -69,6 +70,8 @@ class CpuForward(CpuLatent):
         return self._pack(weight, bias, draft=False)
 
     def pack_draft_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        if weight.dtype == torch.bfloat16 and not self._features.amx_int8:  # half the bytes of bf16
+            return self.pack_quantized("w8a8", *quantize_columns(weight.detach()), bias)
         return self._pack(weight, bias, draft=True)
 
     def _pack(self, weight: Tensor, bias: Tensor | None, draft: bool) -> PackedLinear:
@@ -158,18 +161,20 @@ class CpuForward(CpuLatent):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = check_tensor("x", x, 2)
-        weight = check_norm(weight, x)
+        x, width = check_tensor("x", x, 2), len(weight)
+        if width and x.shape[1] % width:
+            raise ValueError(f"rows of {x.shape[1]} are not made of vectors of {width}")
+        weight = check_norm(weight, x, width)
         out = self._run.new(tuple(x.shape), weight.dtype)
         kernel = elementwise.RMS_NORM[is_bf16(x.dtype), is_bf16(weight.dtype)]
-        sizes = (weight, x.shape[1], float(eps))
+        sizes = (weight, width, x.shape[1] // width, float(eps))
         self._run.call(kernel, x.shape[0], [out], [x], sizes, small=x.numel() < SINGLE_THREAD_ELEMENTS)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = check_tensor("x", x, 2)
         residual = check_tensor("residual", residual, 2, x.shape[1])
-        weight = check_tensor("weight", check_norm(weight, residual), 1, dtype=x.dtype)
+        weight = check_tensor("weight", check_norm(weight, residual, x.shape[1]), 1, dtype=x.dtype)
         if residual.shape != x.shape:
             raise ValueError(f"residual is {tuple(residual.shape)}, x is {tuple(x.shape)}")
         out, total = self._run.new(tuple(x.shape), x.dtype), self._run.new(tuple(x.shape), residual.dtype)

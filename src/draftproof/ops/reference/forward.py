@@ -59,8 +59,8 @@ class ReferenceForward(ReferenceLatent):
         return _stack([table[int(t)] for t in tokens], (len(tokens), table.shape[1]), table.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = [_norm(row, weight, eps) for row in x]
-        return _stack(rows, tuple(x.shape), weight.dtype)
+        rows = [_norm(row, weight, eps) for row in x.reshape(-1, len(weight))]
+        return _stack(rows, (len(rows), len(weight)), weight.dtype).view(x.shape)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return (x.double() + residual.double()).to(x.dtype)

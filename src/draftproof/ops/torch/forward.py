@@ -76,8 +76,9 @@ class TorchForward(TorchLatent):
         def scale(row: Tensor) -> Tensor:
             return torch.rsqrt((row * row).sum() / row.numel() + eps)
 
-        wide = x.float()
-        return (wide * map_rows(scale, wide)[:, None]).to(weight.dtype) * weight
+        wide = x.float().reshape(-1, len(weight))
+        normed = (wide * map_rows(scale, wide)[:, None]).to(weight.dtype) * weight
+        return normed.view(x.shape)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return x + residual

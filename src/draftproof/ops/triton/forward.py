@@ -104,8 +104,10 @@ class TritonForward(TritonLatent, TritonMoe):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = kernel_utils.matrix("x", x)
-        weight = kernel_utils.vector("weight", weight, x.shape[1], (x.dtype,))
-        return elementwise.rms_norm(x, weight, eps, self._launch.early(x))
+        width = len(weight) if x.shape[1] % len(weight) == 0 else x.shape[1]
+        weight = kernel_utils.vector("weight", weight, width, (x.dtype,))
+        vectors = x.view(-1, width)
+        return elementwise.rms_norm(vectors, weight, eps, self._launch.early(vectors)).view(x.shape)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return self._add_rms_norm(x, None, residual, weight, eps)

@@ -24,14 +24,19 @@ INT8_MAX = 127
 _ZERO = np.float32(0.0)
 
 
+def quantize_columns(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight [N, K] in int8 and the fp32 scales [N] of its columns."""
+    exact = weight.float()
+    scales = (exact.abs().amax(1) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return (exact / scales[:, None]).round().to(torch.int8), scales
+
+
 def pack_int8(weight: Tensor) -> tuple[Tensor, tuple[Tensor]]:
     """Pack [N, K] to int8 [N / 32, K / 64, 2, 16 fours of k, 16 n, 4], zero-padded; (fp32 scales [N],)."""
     columns, depth = weight.shape
     blocks, steps = -(-columns // WIDTH), -(-depth // DEPTH)
-    exact = weight.float()
-    scales = (exact.abs().amax(1) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     padded = torch.zeros(blocks * WIDTH, steps * DEPTH, dtype=torch.int8)
-    padded[:columns, :depth] = (exact / scales[:, None]).round().to(torch.int8)
+    padded[:columns, :depth], scales = quantize_columns(weight)
     return padded.view(blocks, 2, 16, steps, 16, 4).permute(0, 3, 1, 4, 2, 5).contiguous(), (scales,)
 
 
