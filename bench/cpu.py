@@ -5,7 +5,8 @@
 
 Sides: transformers (bf16, the same weights), Draftproof without and with n-gram drafts, on free text and on
 a copy task at batch 1, and at batch 8. With --peer the other side is llama.cpp, and both compute from the
-blocks of one GGUF file, a long prompt too: give a Python that has `xllamacpp` (pip install xllamacpp in an
+blocks of one GGUF file, also a long prompt, a code edit, and, where a draft head comes with the package, free
+text with that head in an engine of its own. Give a Python that has `xllamacpp` (pip install xllamacpp in an
 environment of its own), a folder with node-llama-cpp (npm install --ignore-scripts node-llama-cpp), or the
 URL of a llama.cpp server with the same file and number of threads. The memory floor is the time in which the
 weights can be read once at the bandwidth measured in the same run. Rounds are interleaved, so a slow minute
@@ -20,11 +21,13 @@ import time
 from typing import Any
 
 import torch
+from common.agent_traffic import FILE
 from common.measure import finish, instructions, read_bandwidth
 from common.peers.llama_peer import LlamaPeer
 from common.peers.transformers_peer import load_peer
 
 from draftproof import LLM, SamplingParams
+from draftproof.errors import ConfigError
 from draftproof.models.hub import find_model
 from draftproof.models.load import load_checkpoint
 from draftproof.types import Request
@@ -41,15 +44,18 @@ PASSAGE = (
     "children swim in it. In autumn it carries yellow leaves all the way to the sea. "
 )
 COPY = PASSAGE * 3 + "The river begins high"
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 7}
+CODE = "".join(FILE.splitlines(keepends=True)[:70])
+EDIT = f"# stock.py\n{CODE}\n# stock.py with `Item` renamed to `Article`\n" + CODE[:60]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 7}
+HEAD = {"method": "eagle3", "num_speculative_tokens": 4}
 
 
 class Ours:
-    """Engine for all sides: plain and speculative requests differ by one option."""
+    """Engine of one proposer: plain and speculative requests differ by one option."""
 
-    def __init__(self, model: str, quantization: str) -> None:
+    def __init__(self, model: str, quantization: str, speculation: dict[str, Any]) -> None:
         self.llm = LLM(
-            model, dtype="bfloat16", quantization=quantization, speculative_config=SPECULATION, max_num_seqs=8
+            model, dtype="bfloat16", quantization=quantization, speculative_config=speculation, max_num_seqs=8
         )
 
     def prompt(self, text: str, chat: bool) -> list[int]:
@@ -135,6 +141,14 @@ class Transformers:
         return (tokens - 1) / (marks[-1] - marks[1])  # marks[0] is the prompt
 
 
+def head_engine(model: str) -> Ours | None:
+    """Return an engine with the draft head of the package, or None if it has none for `model`."""
+    try:
+        return Ours(model, "gguf", HEAD)
+    except ConfigError:
+        return None
+
+
 def main() -> None:
     """Measure all sides in interleaved rounds."""
     parser = argparse.ArgumentParser()
@@ -146,7 +160,8 @@ def main() -> None:
     parser.add_argument("--peer", metavar="PYTHON|URL", help="compare with llama.cpp instead of transformers")
     options = parser.parse_args()
     file = find_model(options.model)
-    ours = Ours(options.model, "gguf" if options.peer else "none")
+    ours = Ours(options.model, "gguf" if options.peer else "none", NGRAM)
+    with_head = head_engine(options.model) if options.peer else None
     theirs = None if options.skip_transformers or options.peer else Transformers(options.model)
     peer = LlamaPeer(options.peer, file, torch.get_num_threads()) if options.peer else None
     if peer is not None:
@@ -158,8 +173,11 @@ def main() -> None:
     copy = ours.prompt(COPY, chat=False)
     eight = [ours.prompt(f"{text} Answer in style {i}.", chat=True) for i in range(3) for text in FREE][:8]
     long = ours.prompt(PASSAGE * 25, chat=False)[: options.prompt_tokens]
+    edit = ours.prompt(EDIT, chat=False)
     n = options.tokens
     ours.rate([free[0]], 8, True)  # compile
+    if with_head is not None:
+        with_head.rate([free[0]], n, True)
     rounds = []
     for i in range(options.rounds):
         ids = free[i % len(free)]
@@ -178,6 +196,10 @@ def main() -> None:
             figures["llama_cpp_prompt"] = peer.speeds(long, 2)[0]
             figures["llama_cpp_free"] = peer.speeds(ids, n)[1]
             figures["llama_cpp_copy"] = peer.speeds(copy, n)[1]
+            figures["edit_ngram"] = ours.rate([edit], n, True)
+            figures["llama_cpp_edit"] = peer.speeds(edit, n)[1]
+        if with_head is not None:
+            figures["free_head"] = with_head.rate([ids], n, True)
         rounds.append(figures)
         print("  ".join(f"{name} {value:.1f}" for name, value in figures.items()), flush=True)
     if peer is not None:
@@ -214,6 +236,10 @@ def report(
         ratios["copy_plain_over_llama_cpp"] = ratio("copy_plain", "llama_cpp_copy")
         ratios["copy_ngram_over_llama_cpp"] = ratio("copy_ngram", "llama_cpp_copy")
         ratios["prompt_over_llama_cpp"] = ratio("prompt", "llama_cpp_prompt")
+        ratios["edit_ngram_over_llama_cpp"] = ratio("edit_ngram", "llama_cpp_edit")
+        if "free_head" in rates:
+            ratios["free_head_over_plain"] = ratio("free_head", "free_plain")
+            ratios["free_head_over_llama_cpp"] = ratio("free_head", "llama_cpp_free")
     print("median tok/s:", rates)
     print("ratios:", ratios)
     print("a plain step, ms:", {name: round(value, 2) for name, value in parts.items()})
