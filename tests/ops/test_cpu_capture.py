@@ -167,20 +167,20 @@ def test_two_thread_pools_run_in_parallel_threads() -> None:
 
 
 @pytest.mark.parametrize("is_lm_head", [False, True])
-def test_kernel_of_the_logits_is_compiled_with_a_pass_whose_table_is_the_lm_head(is_lm_head: bool) -> None:
+def test_kernels_of_the_logits_are_compiled_with_a_pass_whose_table_is_the_lm_head(is_lm_head: bool) -> None:
     ops, dtype = make("fp32", 1)
     data, scales = torch.ones((64, 32), dtype=torch.int8), torch.ones((64, 1, 1), dtype=torch.float16)
     packed = ops.forward.pack_quantized("blocks", data, scales)
-    table = QuantizedTable(packed, (64, 32), dtype, is_lm_head)
+    table = QuantizedTable(packed, (64, 32), dtype, dtype if is_lm_head else None)
     run = ops.forward._run
     before = set(run.later)
     captured = ops.runtime.capture(lambda rows: (ops.forward.embed(rows.tokens, table),), 4)
     zeros = torch.zeros(4, dtype=torch.int64)
     (found,) = captured(Rows(zeros, zeros, zeros, zeros, torch.zeros((1, 1), dtype=torch.int32)))
     assert found.unique().tolist() == [1.0]
-    assert run.later - before == (
-        {QUANTIZED_FORMATS["blocks"].kernel(packed, False)} if is_lm_head else set()
-    )
+    form = QUANTIZED_FORMATS["blocks"]
+    needed = {form.kernel(packed, False), form.quantize_rows(packed, dtype)}
+    assert run.later - before == (needed if is_lm_head else set())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -54,7 +54,8 @@ class DenseDecoder:
         if table.format in ops.forward.table_formats:
             packed = packer.packed(["model.embed_tokens"], bias=False)
             shape = config.vocab_size, config.hidden_size
-            self.embedding = QuantizedTable(packed, shape, dtype, is_lm_head=config.tie_embeddings)
+            lm_head_dtype = dtype if config.tie_embeddings else None
+            self.embedding = QuantizedTable(packed, shape, dtype, lm_head_dtype)
         else:
             self.embedding = packer.tensor("model.embed_tokens.weight")
         self.layers = [

@@ -136,7 +136,8 @@ class VocabParallelWeight(ShardedWeight):
         table: Tensor | QuantizedTable | None = None
         if self.is_table and part.format in table_formats:
             packed = pack(part) if head is None else head
-            table = QuantizedTable(packed, (num_rows, columns), self.dtype, self.is_head)
+            lm_head_dtype = self.dtype if self.is_head else None
+            table = QuantizedTable(packed, (num_rows, columns), self.dtype, lm_head_dtype)
         elif self.is_table:
             table = part.dequantize(self.dtype).contiguous()
         return VocabParallel(self.vocab_size, num_rows, head, table)

@@ -249,7 +249,7 @@ class QuantizedTable:
     packed: Any  # [V, D]
     shape: tuple[int, int]
     dtype: torch.dtype  # of the rows
-    is_lm_head: bool = False  # also multiplied for the logits
+    lm_head_dtype: torch.dtype | None = None  # of the rows it multiplies as the LM head, if it is that too
 
 
 @dataclass(frozen=True, slots=True)

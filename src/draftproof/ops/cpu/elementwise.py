@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from draftproof.ops.cpu.attention.kv import KV_FORMS, store_kv
+from draftproof.ops.cpu.attention.kv import KV_FORMS, make_store
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import (
     Kernel,
@@ -212,7 +212,7 @@ def rotate(src: int, out: int, angles: int, half: int, bf16: bool) -> None:
 
 
 def _rope_store(bf16: bool, form: int) -> Kernel:
-    size = 2 if bf16 else 4
+    size, store = 2 if bf16 else 4, make_store(bf16, form)
 
     @kernel
     def rope_store(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -246,7 +246,7 @@ def _rope_store(bf16: bool, form: int) -> Kernel:
                 is_v = head >= num_q + num_kv
                 kv_head = head - num_q - (num_kv if is_v else 0)
                 if is_v:
-                    store_kv(cache, places + place, kv_head, src, page_size, num_kv, dim, bf16, form)
+                    store(cache, places + place, kv_head, src, page_size, num_kv, dim)
                     continue
                 dst = scratch
                 norm = k_norm
@@ -255,7 +255,7 @@ def _rope_store(bf16: bool, form: int) -> Kernel:
                 src = dst
             rotate(src, dst, angles, dim // 2, bf16)
             if head >= num_q:
-                store_kv(cache, place, kv_head, dst, page_size, num_kv, dim, bf16, form)
+                store(cache, place, kv_head, dst, page_size, num_kv, dim)
 
     return rope_store
 

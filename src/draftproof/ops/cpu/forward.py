@@ -137,8 +137,11 @@ class CpuForward(CpuLatent):
             form = QUANTIZED_FORMATS[packed.format]
             make = form.embed
             assert make is not None
-            if table.is_lm_head and self._run.recorder is not None:  # logits follow the pass
-                self._run.later.add(form.kernel(packed, False))
+            if table.lm_head_dtype is not None and self._run.recorder is not None:  # logits follow the pass
+                self._run.later |= {
+                    form.kernel(packed, False),
+                    form.quantize_rows(packed, table.lm_head_dtype),
+                }
             sizes = (packed.weight, packed.columns, packed.depth)
             self._run.call(make(packed, table.dtype), tokens.shape[0], [out], [tokens], sizes, small=True)
             return out
@@ -281,8 +284,8 @@ class CpuForward(CpuLatent):
         constants += [float(heads.scale), heads.out_dim, cache[-1], sinks]
         bf16 = is_bf16(q.dtype)
         # the tiles read keys and values of one width
-        attend = driver.ATTENTION_AMX if self._features.amx and not heads.value_dim else driver.ATTENTION
-        kernels = [attend[KV_FORMS[cache.dtype]][bf16], driver.ATTENTION_MERGE[bf16]]
+        amx = self._features.amx and not heads.value_dim
+        kernels = driver.select_attention(bf16, KV_FORMS[cache.dtype], amx, heads.dim, cache.shape[2])
         scratch = attention_parts.scratch_bytes(heads.num_q // heads.num_kv, heads.dim)
         self._run.call(kernels, q.shape[0], [out], [q, positions, slots], constants, scratch)
         return out

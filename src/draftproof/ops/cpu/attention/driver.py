@@ -8,6 +8,7 @@ The first row of a run begins as `int64(0)`: with a literal, numba compiles ever
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from numba import int64
@@ -19,11 +20,12 @@ from draftproof.ops.cpu.attention.fma import (
     SPLIT,
     clear,
     first_key,
+    make_split,
     merge,
-    split_fma,
     write,
 )
-from draftproof.ops.cpu.attention.kv import FLOAT, KV_FORMS
+from draftproof.ops.cpu.attention.kv import FLOAT
+from draftproof.ops.cpu.attention.kv_blocks import key_unit
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS
 from draftproof.ops.cpu.jit.amx import configure_rows, tiles_release
 from draftproof.ops.cpu.jit.compile import Kernel, device, inlined, kernel, load_i64
@@ -82,15 +84,9 @@ def _shared(args: int, rows: int, threads: int) -> Any:
     return threads > 1 and runs < 8 * threads and fits, cost
 
 
-def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
-    @device
-    def split_keys(
-        args: int, first: int, end: int, head: int, slot: int, split: int, part: int, scratch: int
-    ) -> None:
-        if amx:
-            split_amx(args, first, end - first, head, slot, split * SPLIT, part, scratch)
-        else:
-            split_fma(args, first, end - first, head, slot, split * SPLIT, part, scratch, bf16, form)
+@cache
+def _attention(bf16: bool, amx: bool, form: int, unit: int) -> Kernel:
+    split_keys = split_amx if amx else make_split(bf16, form, unit)
 
     @kernel
     def attention(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -114,7 +110,7 @@ def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
                     for head in range(num_kv):
                         if (cost_before + cost // 2) * threads // total_cost == thread:
                             part = where + (head * (high - low) + split - low) * step
-                            split_keys(args, first, end, head, slot, split, part, scratch)
+                            split_keys(args, first, end - first, head, slot, split * SPLIT, part, scratch)
                         cost_before += cost
                 where += num_kv * (high - low) * step
                 first = end
@@ -129,7 +125,7 @@ def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
                     for i in range(queries):
                         clear(total + i * wide * 4, state + 8 * i, wide)
                     for split in range(low, high):
-                        split_keys(args, first, end, head, slot, split, part, rest)
+                        split_keys(args, first, end - first, head, slot, split * SPLIT, part, rest)
                         for i in range(queries):
                             at = i * wide * 4
                             merge(total + at, state + 8 * i, part + at, part_state + 8 * i, wide)
@@ -144,6 +140,7 @@ def _attention(bf16: bool, amx: bool, form: int) -> Kernel:
     return attention
 
 
+@cache
 def _attention_merge(bf16: bool) -> Kernel:
     @kernel
     def attention_merge(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -179,10 +176,8 @@ def _attention_merge(bf16: bool) -> Kernel:
     return attention_merge
 
 
-# KV form -> kernels by activation dtype: [fp32, bf16]
-ATTENTION: dict[int, list[Any]] = {
-    form: [_attention(False, False, form), _attention(True, False, form)] for form in set(KV_FORMS.values())
-}
-# on AMX tiles, where a kernel exists
-ATTENTION_AMX = ATTENTION | {FLOAT: [ATTENTION[FLOAT][0], _attention(True, True, FLOAT)]}
-ATTENTION_MERGE: list[Any] = [_attention_merge(False), _attention_merge(True)]
+def select_attention(bf16: bool, form: int, amx: bool, dim: int, page_size: int) -> list[Kernel]:
+    """Return the kernels of attention with the code of this case alone; `amx`: on tiles where they exist."""
+    on_tiles = amx and bf16 and form == FLOAT
+    unit = 0 if on_tiles else key_unit(bf16, form, dim, page_size)
+    return [_attention(bf16, on_tiles, form, unit), _attention_merge(bf16)]

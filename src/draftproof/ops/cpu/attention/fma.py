@@ -11,19 +11,17 @@ the kernels that iterate over rows, heads and splits.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from draftproof.ops.cpu.attention.arguments import ARG, arg
-from draftproof.ops.cpu.attention.kv import FLOAT
-from draftproof.ops.cpu.attention.kv_blocks import BLOCK, gather, transpose_pages, transpose_words
+from draftproof.ops.cpu.attention.kv_blocks import BLOCK, make_gather, make_key_loader
 from draftproof.ops.cpu.gemm.microkernel import (
     COLUMNS,
-    HAS_AVX512,
     MAX_ROWS,
     panel_cached,
-    transpose,
 )
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import (
@@ -179,85 +177,79 @@ def _add_weighted_values(
                         panel_cached(rows, a, SPLIT * 4, b, wide * 4, c, wide * 4, hi - lo)
 
 
-@device
-def split_fma(
-    args: int,
-    first: int,
-    rows: int,
-    head: int,
-    slot: int,
-    split: int,
-    part: int,
-    scratch: int,
-    bf16: bool,
-    form: int,
-) -> None:
-    """Write the sums and then the states of one split and one kv head, for adjacent rows of a request."""
-    size = 2 if bf16 else 4
-    num_q, dim, window = arg(args, ARG.num_q), arg(args, ARG.dim), arg(args, ARG.window)
-    positions = arg(args, ARG.positions) + 8 * first
-    scale = v.splat(np.float32(f64_of_bits(arg(args, ARG.scale))))
-    group = num_q // arg(args, ARG.num_kv)
-    queries = rows * group
-    wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    out_dim = arg(args, ARG.out_dim)
-    out_wide = (out_dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    part_state = part + queries * out_wide * 4
-    cache, values = arg(args, ARG.cache), arg(args, ARG.values)
-    is_raw = bf16 and form == FLOAT
-    page_size = arg(args, ARG.page_size)
-    whole = page_size % 8 == 0 and dim % 8 == 0  # keys are transposed where they are stored
+@cache
+def make_split(bf16: bool, form: int, unit: int) -> Any:
+    """Return the function that computes a split; `unit`: of keys, as `kv_blocks.key_unit` returns it."""
+    load_keys, gather = make_key_loader(bf16, form, unit), make_gather(bf16, form)
 
-    qs = scratch  # [queries, wide] fp32, scaled
-    scores = qs + queries * wide * 4  # [queries, SPLIT]
-    lines = scores + queries * SPLIT * 4  # [BLOCK, wide]
-    transposed = lines + BLOCK * wide * 4  # [wide, BLOCK]; later [BLOCK, wide] of V: two would fill the cache
+    @device
+    def split_fma(
+        args: int,
+        first: int,
+        rows: int,
+        head: int,
+        slot: int,
+        split: int,
+        part: int,
+        scratch: int,
+    ) -> None:
+        """Write the sums and then the states of one split and one kv head, for adjacent rows of a request."""
+        size = 2 if bf16 else 4
+        num_q, dim, window = arg(args, ARG.num_q), arg(args, ARG.dim), arg(args, ARG.window)
+        positions = arg(args, ARG.positions) + 8 * first
+        scale = v.splat(np.float32(f64_of_bits(arg(args, ARG.scale))))
+        group = num_q // arg(args, ARG.num_kv)
+        queries = rows * group
+        wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+        out_dim = arg(args, ARG.out_dim)
+        out_wide = (out_dim + COLUMNS - 1) // COLUMNS * COLUMNS
+        part_state = part + queries * out_wide * 4
+        values = arg(args, ARG.values)
 
-    lowest, highest = split + SPLIT, split
-    for row in range(rows):
-        position = load_i64(positions + 8 * row)
-        lowest = min(lowest, max(split, first_key(position, window)))
-        highest = max(highest, min(split + SPLIT, position + 1))
-        for g in range(group):
-            i = row * group + g
-            src = arg(args, ARG.q) + ((first + row) * num_q + head * group + g) * dim * size
-            for d in range(0, dim, 16):
-                x = v.mul(v.tload(src, d, dim - d, bf16), scale)
-                v.store(qs + (i * wide + d) * 4, x)
-    lowest = lowest // BLOCK * BLOCK
-    for start in range(lowest, highest, BLOCK):
-        end = min(start + BLOCK, highest)
-        if is_raw and HAS_AVX512 and page_size % 16 == 0 and dim % 32 == 0:
-            transpose_words(args, slot, head, start, end, transposed)
-        elif is_raw and whole:
-            transpose_pages(args, slot, head, start, end, transposed)
-        else:
-            gather(args, cache, slot, head, start, end, lines, dim, bf16, form)
-            for d in range(0, dim, 16):
+        qs = scratch  # [queries, wide] fp32, scaled
+        scores = qs + queries * wide * 4  # [queries, SPLIT]
+        block = (
+            scores + queries * SPLIT * 4
+        )  # K [wide, BLOCK], later V [BLOCK, wide]: two would fill the cache
+
+        lowest, highest = split + SPLIT, split
+        for row in range(rows):
+            position = load_i64(positions + 8 * row)
+            lowest = min(lowest, max(split, first_key(position, window)))
+            highest = max(highest, min(split + SPLIT, position + 1))
+            for g in range(group):
+                i = row * group + g
+                src = arg(args, ARG.q) + ((first + row) * num_q + head * group + g) * dim * size
+                for d in range(0, dim, 16):
+                    x = v.mul(v.tload(src, d, dim - d, bf16), scale)
+                    v.store(qs + (i * wide + d) * 4, x)
+        lowest = lowest // BLOCK * BLOCK
+        for start in range(lowest, highest, BLOCK):
+            end = min(start + BLOCK, highest)
+            load_keys(args, slot, head, start, end, block)
+            at = scores + (start - split) * 4
+            for i in range(queries):
                 for key in range(0, BLOCK, 16):
-                    src, dst = lines + (key * wide + d) * 4, transposed + (d * BLOCK + key) * 4
-                    transpose(src, wide * 4, dst, BLOCK * 4)
-        at = scores + (start - split) * 4
+                    v.store(at + (i * SPLIT + key) * 4, v.splat(_ZERO))
+            for i in range(0, queries, MAX_ROWS):
+                n = min(MAX_ROWS, queries - i)
+                panel_cached(
+                    n, qs + i * wide * 4, wide * 4, block, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim
+                )
         for i in range(queries):
-            for key in range(0, BLOCK, 16):
-                v.store(at + (i * SPLIT + key) * 4, v.splat(_ZERO))
-        for i in range(0, queries, MAX_ROWS):
-            n = min(MAX_ROWS, queries - i)
-            panel_cached(
-                n, qs + i * wide * 4, wide * 4, transposed, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim
+            position = load_i64(positions + 8 * (i // group))
+            begin = clip(first_key(position, window), split, split + SPLIT) - split
+            end = clip(position + 1, split, split + SPLIT) - split
+            clear(part + i * out_wide * 4, part_state + 8 * i, out_wide)
+            if begin < end:
+                top, mass = _softmax(scores + i * SPLIT * 4, begin, end)
+                store_f32(part_state + 8 * i, top)
+                store_f32(part_state + 8 * i + 4, mass)
+        for start in range(lowest, highest, BLOCK):
+            end = min(start + BLOCK, highest)
+            gather(args, values, slot, head, start, end, block, out_dim)
+            _add_weighted_values(
+                queries, group, positions, window, split, start, end, scores, block, part, out_wide
             )
-    for i in range(queries):
-        position = load_i64(positions + 8 * (i // group))
-        begin = clip(first_key(position, window), split, split + SPLIT) - split
-        end = clip(position + 1, split, split + SPLIT) - split
-        clear(part + i * out_wide * 4, part_state + 8 * i, out_wide)
-        if begin < end:
-            top, mass = _softmax(scores + i * SPLIT * 4, begin, end)
-            store_f32(part_state + 8 * i, top)
-            store_f32(part_state + 8 * i + 4, mass)
-    for start in range(lowest, highest, BLOCK):
-        end = min(start + BLOCK, highest)
-        gather(args, values, slot, head, start, end, transposed, out_dim, bf16, form)
-        _add_weighted_values(
-            queries, group, positions, window, split, start, end, scores, transposed, part, out_wide
-        )
+
+    return split_fma

@@ -108,10 +108,8 @@ def _float_to_fp8(x: Any) -> Any:
 
 
 @inlined
-def load_kv(address: int, first: int, count: int, bf16: bool, form: int) -> Any:
-    """Load elements [first, first + min(count, 16)) of a stored vector as fp32, then zeros."""
-    if form == FLOAT:
-        return v.tload(address, first, count, bf16)
+def load_quantized(address: int, first: int, count: int, form: int) -> Any:
+    """Load elements [first, first + min(count, 16)) of a quantised vector as fp32, then zeros."""
     data = v.iload_i8(address + first) if count >= 16 else v.iload_i8_n(address + first, count)
     if form == FP8:
         return _fp8_to_float(data)
@@ -161,23 +159,24 @@ def _quantize(target: int, scale_at: int, source: int, dim: int, bf16: bool, for
     store_f32(scale_at, scale)
 
 
-@inlined
-def store_kv(
-    cache: int,
-    index: int,
-    head: int,
-    source: int,
-    page_size: int,
-    num_kv: int,
-    dim: int,
-    bf16: bool,
-    form: int,
-) -> None:
-    """Store a vector of `dim` activations of one token and head; an index past K is one of V."""
-    size = element_bytes(bf16, form)
-    target = cache + kv_offset(index, head, page_size, num_kv, dim, size, form)
-    if form == FLOAT:
-        copy_bytes(target, source, dim * size)
-    else:
-        scale_at = cache + scale_offset(index, head, page_size, num_kv, dim)
+def make_store(bf16: bool, form: int) -> Any:
+    """Return the function that stores a vector of one token and head; only its own form is compiled."""
+
+    @inlined
+    def copy(target: int, scale_at: int, source: int, dim: int) -> None:
+        copy_bytes(target, source, dim * (2 if bf16 else 4))
+
+    @inlined
+    def quantize(target: int, scale_at: int, source: int, dim: int) -> None:
         _quantize(target, scale_at, source, dim, bf16, form)
+
+    write = copy if form == FLOAT else quantize
+
+    @inlined
+    def store(cache: int, index: int, head: int, source: int, page_size: int, num_kv: int, dim: int) -> None:
+        """Store a vector of `dim` activations; an index past K is one of V."""
+        size = element_bytes(bf16, form)
+        target = cache + kv_offset(index, head, page_size, num_kv, dim, size, form)
+        write(target, cache + scale_offset(index, head, page_size, num_kv, dim), source, dim)
+
+    return store

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 from draftproof.ops.cpu.attention.arguments import ARG, arg
 from draftproof.ops.cpu.attention.kv import (
     FLOAT,
@@ -9,12 +12,18 @@ from draftproof.ops.cpu.attention.kv import (
     element_bytes,
     key_stride,
     kv_offset,
-    load_kv,
+    load_quantized,
     page_start,
     scale_offset,
     token_index,
 )
-from draftproof.ops.cpu.gemm.microkernel import COLUMNS, transpose_bf16, transpose_bf16_pairs
+from draftproof.ops.cpu.gemm.microkernel import (
+    COLUMNS,
+    HAS_AVX512,
+    transpose,
+    transpose_bf16,
+    transpose_bf16_pairs,
+)
 from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import device, inlined, load_f32, prefetch
 
@@ -23,8 +32,12 @@ PREFETCH_KEYS = 16  # distance at which K and V are prefetched
 
 
 @inlined
-def _widen(src: int, columns: int, ahead: int, dst: int) -> None:
-    """Write bf16 [columns], a multiple of 64, in fp32; prefetch the vector `ahead` bytes behind it."""
+def _widen(src: int, scale_at: int, columns: int, ahead: int, dst: int) -> None:
+    """Write bf16 [columns] in fp32; prefetch the vector `ahead` bytes behind it."""
+    if columns % 64 != 0:
+        for i in range(0, columns, 16):
+            v.store(dst + 4 * i, v.tload(src, i, columns - i, True))
+        return
     for i in range(0, columns, 64):
         prefetch(src + ahead + 2 * i)
         prefetch(src + ahead + 2 * i + 64)
@@ -34,45 +47,54 @@ def _widen(src: int, columns: int, ahead: int, dst: int) -> None:
         v.store(dst + 4 * i + 192, v.load_bf16(src + 2 * i + 96))
 
 
-@device
-def gather(
-    args: int,
-    cache: int,
-    slot: int,
-    head: int,
-    first: int,
-    last: int,
-    out: int,
-    columns: int,
-    bf16: bool,
-    form: int,
-) -> None:
-    """Write out [last - first, wide] fp32: the first columns of the head's vectors of keys [first, last)."""
-    size = element_bytes(bf16, form)
-    num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
-    num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
-    wide = (columns + COLUMNS - 1) // COLUMNS * COLUMNS
-    pages = arg(args, ARG.page_table) + slot * arg(args, ARG.max_pages) * 4
-    key = first
-    while key < last:
-        index = token_index(pages, key, page_size, num_pages)
-        src = cache + kv_offset(index, head, page_size, num_kv, dim, size, form)
-        scale_at = cache + scale_offset(index, head, page_size, num_kv, dim)
-        stop = min(last, (key // page_size + 1) * page_size)
-        while key < stop:
-            dst = out + (key - first) * wide * 4
-            if form != FLOAT:
-                scale = v.splat(load_f32(scale_at))
-                for i in range(0, columns, 16):
-                    v.store(dst + 4 * i, v.mul(load_kv(src, i, columns - i, bf16, form), scale))
+@inlined
+def _copy(src: int, scale_at: int, columns: int, ahead: int, dst: int) -> None:
+    """Write fp32 [columns]."""
+    for i in range(0, columns, 16):
+        v.store(dst + 4 * i, v.tload(src, i, columns - i, False))
+
+
+def _scaled(form: int) -> Any:
+    """Return the function that writes quantised vectors in fp32."""
+
+    @inlined
+    def unpack(src: int, scale_at: int, columns: int, ahead: int, dst: int) -> None:
+        scale = v.splat(load_f32(scale_at))
+        for i in range(0, columns, 16):
+            v.store(dst + 4 * i, v.mul(load_quantized(src, i, columns - i, form), scale))
+
+    return unpack
+
+
+@cache
+def make_gather(bf16: bool, form: int) -> Any:
+    """Return the function that gathers vectors of a head in fp32; only its own form is compiled."""
+    unpack = _scaled(form) if form != FLOAT else _widen if bf16 else _copy
+
+    @device
+    def gather(
+        args: int, cache: int, slot: int, head: int, first: int, last: int, out: int, columns: int
+    ) -> None:
+        """Write out [last - first, wide]: the first columns of the head's vectors of keys [first, last)."""
+        size = element_bytes(bf16, form)
+        num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
+        num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
+        wide = (columns + COLUMNS - 1) // COLUMNS * COLUMNS
+        pages = arg(args, ARG.page_table) + slot * arg(args, ARG.max_pages) * 4
+        stride = key_stride(num_kv, dim, size)
+        key = first
+        while key < last:
+            index = token_index(pages, key, page_size, num_pages)
+            src = cache + kv_offset(index, head, page_size, num_kv, dim, size, form)
+            scale_at = cache + scale_offset(index, head, page_size, num_kv, dim)
+            stop = min(last, (key // page_size + 1) * page_size)
+            while key < stop:
+                unpack(src, scale_at, columns, PREFETCH_KEYS * stride, out + (key - first) * wide * 4)
+                src += stride
                 scale_at += SCALE_BYTES
-            elif bf16 and columns % 64 == 0:
-                _widen(src, columns, PREFETCH_KEYS * key_stride(num_kv, dim, size), dst)
-            else:
-                for i in range(0, columns, 16):
-                    v.store(dst + 4 * i, load_kv(src, i, columns - i, bf16, form))
-            src += key_stride(num_kv, dim, size)
-            key += 1
+                key += 1
+
+    return gather
 
 
 @device
@@ -139,3 +161,37 @@ def transpose_words(args: int, slot: int, head: int, first: int, last: int, out:
             for i in range(16):
                 prefetch(next_keys + i * stride + 2 * d)
             transpose_bf16_pairs(keys + 2 * d, stride, out + (d * BLOCK + key - first) * 4, BLOCK * 4)
+
+
+def _make_gathered(bf16: bool, form: int) -> Any:
+    gather = make_gather(bf16, form)
+
+    @device
+    def transpose_gathered(args: int, slot: int, head: int, first: int, last: int, out: int) -> None:
+        """Write out [dim, BLOCK] by way of the block behind it: the head's vectors of keys [first, last)."""
+        dim = arg(args, ARG.dim)
+        wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
+        lines = out + wide * BLOCK * 4  # [BLOCK, wide]
+        gather(args, arg(args, ARG.cache), slot, head, first, last, lines, dim)
+        for d in range(0, dim, 16):
+            for key in range(0, BLOCK, 16):
+                transpose(lines + (key * wide + d) * 4, wide * 4, out + (d * BLOCK + key) * 4, BLOCK * 4)
+
+    return transpose_gathered
+
+
+@cache
+def make_key_loader(bf16: bool, form: int, unit: int) -> Any:
+    """Return the function that writes K in fp32, transposed; `unit` as `key_unit` returns it."""
+    if unit == 1:
+        return _make_gathered(bf16, form)
+    return transpose_words if unit == 16 else transpose_pages
+
+
+def key_unit(bf16: bool, form: int, dim: int, page_size: int) -> int:
+    """Return how many keys are transposed at a time where they are stored; 1: they are gathered first."""
+    if not bf16 or form != FLOAT:
+        return 1
+    if HAS_AVX512 and page_size % 16 == 0 and dim % 32 == 0:
+        return 16
+    return 8 if page_size % 8 == 0 and dim % 8 == 0 else 1

@@ -1,7 +1,8 @@
 """Compilation of kernels on all cores: numba compiles one function at a time in a process.
 
 Forked children compile kernels into the disk cache, from which this process loads them. All processes take
-the next kernel from one pipe. A kernel that a child does not finish is compiled when its address is needed.
+the next group of kernels from one pipe. A kernel that a child does not finish is compiled when its address is
+needed.
 """
 
 from __future__ import annotations
@@ -20,29 +21,27 @@ from numba.core.compiler_lock import global_compiler_lock
 from draftproof.ops.cpu.jit.compile import Kernel, new_symbol_numbers
 
 MAX_PROCESSES = 8
-MAX_KERNELS = 256  # an index in the queue is one byte
+MAX_GROUPS = 256  # an index in the queue is one byte
 MAX_WAIT_SECONDS = 60.0  # for children after the last kernel was taken; then they are killed
 WAIT_INTERVAL_SECONDS = 0.01
 
 
 def compile_kernels(kernels: Sequence[Kernel]) -> None:
     """Compile the kernels that are neither loaded nor in the disk cache, if several cores can do it."""
-    missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_available]
-    missing.sort(key=lambda kernel: _code_bytes(kernel.fn, set()), reverse=True)
-    missing = missing[:MAX_KERNELS]
-    count = min(_num_cores(), MAX_PROCESSES, len(missing)) - 1
+    groups = _groups([kernel for kernel in dict.fromkeys(kernels) if not kernel.is_available])
+    count = min(_num_cores(), MAX_PROCESSES, len(groups)) - 1
     if count < 1:
         return
     queue, end = os.pipe()
-    os.write(end, bytes(range(len(missing))))
+    os.write(end, bytes(range(len(groups))))
     os.close(end)
     children: list[int] = []
     try:
         # under the lock no other thread changes the state of the compiler that a child copies
         with global_compiler_lock, suppress(OSError):  # without room for a process this one compiles the rest
             for _ in range(count):
-                children.append(_fork(missing, queue))
-        _compile_next(queue, lambda i: missing[i].address)
+                children.append(_fork(groups, queue))
+        _compile_next(queue, lambda i: [kernel.address for kernel in groups[i]])
         deadline = time.monotonic() + MAX_WAIT_SECONDS
         while any(map(_is_running, children)) and time.monotonic() < deadline:
             time.sleep(WAIT_INTERVAL_SECONDS)
@@ -52,6 +51,18 @@ def compile_kernels(kernels: Sequence[Kernel]) -> None:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
+
+
+def _groups(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    """Return the kernels by module, the largest group first: a process compiles shared functions once."""
+    groups: dict[str, list[Kernel]] = {}
+    for kernel in kernels:
+        groups.setdefault(kernel.fn.__module__, []).append(kernel)
+
+    def code_bytes(group: list[Kernel]) -> int:
+        return sum(_code_bytes(kernel.fn, set()) for kernel in group)
+
+    return sorted(groups.values(), key=code_bytes, reverse=True)[:MAX_GROUPS]
 
 
 def _is_running(child: int) -> bool:
@@ -71,8 +82,8 @@ def _compile_next(queue: int, compiled: Callable[[int], object]) -> None:
         compiled(taken[0])
 
 
-def _fork(kernels: Sequence[Kernel], queue: int) -> int:
-    """Start a child that compiles kernels of the queue; return its process id."""
+def _fork(groups: Sequence[Sequence[Kernel]], queue: int) -> int:
+    """Start a child that compiles groups of the queue; return its process id."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: a child that hangs is killed
         child = os.fork()
@@ -82,7 +93,7 @@ def _fork(kernels: Sequence[Kernel], queue: int) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         new_symbol_numbers()
-        _compile_next(queue, lambda i: kernels[i].compile())
+        _compile_next(queue, lambda i: [kernel.compile() for kernel in groups[i]])
     finally:
         os._exit(0)
 
