@@ -28,9 +28,10 @@ from draftproof.ops.cpu.attention.kv import FLOAT
 from draftproof.ops.cpu.attention.kv_blocks import key_unit
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS
 from draftproof.ops.cpu.jit.amx import configure_rows, tiles_release
-from draftproof.ops.cpu.jit.compile import Kernel, device, inlined, kernel, load_i64
+from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64
 
 SPLIT_COST_KEYS = 32  # cost of a split besides its keys
+KEY_COST_QUERIES = 4  # cost of a key besides the queries that it is multiplied by
 
 
 @device
@@ -60,33 +61,48 @@ def _splits(args: int, first: int, end: int) -> Any:
     return slot, max(0, low) // SPLIT, (high + SPLIT - 1) // SPLIT, high
 
 
-@inlined
-def _split_cost(split: int, keys: int) -> int:
-    """Return the cost of a split, in keys."""
-    return SPLIT_COST_KEYS + min(SPLIT, keys - split * SPLIT)
-
-
 @device
-def _shared(args: int, rows: int, threads: int) -> Any:
-    """Return whether the splits of a row are distributed, and the cost of all (row run, head, split)."""
+def _is_shared(args: int, rows: int, threads: int) -> bool:
+    """Return whether the splits of a (row run, kv head) are distributed: with few of them, if they fit."""
     num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.out_dim)
     wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-    runs, cost, words, first = 0, 0, 0, int64(0)
+    runs, words, first = 0, 0, int64(0)
     while first < rows:
         end = _run_end(args, first, rows)
-        slot, low, high, keys = _splits(args, first, end)
+        _, low, high, _ = _splits(args, first, end)
         runs += num_kv
-        for split in range(low, high):
-            cost += num_kv * _split_cost(split, keys)
         words += (high - low) * (end - first) * arg(args, ARG.num_q) * (wide + 2)
         first = end
     fits = 4 * words <= arg(args, ARG.workspace_bytes)
-    return threads > 1 and runs < 8 * threads and fits, cost
+    return threads > 1 and runs < 8 * threads and fits
+
+
+def _cost_functions(amx: bool) -> Any:
+    """Return functions of the cost of splits: of splits [low, high) of a run, and of all runs and heads."""
+
+    @device
+    def cost_of(low: int, high: int, keys: int, queries: int) -> int:
+        cost = (high - low) * SPLIT_COST_KEYS + min(high * SPLIT, keys) - low * SPLIT
+        return cost if amx else cost * (KEY_COST_QUERIES + queries)  # a tile multiplies 16 queries at once
+
+    @device
+    def total_cost(args: int, rows: int) -> int:
+        num_kv, cost, first = arg(args, ARG.num_kv), 0, int64(0)
+        group = arg(args, ARG.num_q) // num_kv
+        while first < rows:
+            end = _run_end(args, first, rows)
+            _, low, high, keys = _splits(args, first, end)
+            cost += num_kv * cost_of(low, high, keys, (end - first) * group)
+            first = end
+        return cost
+
+    return cost_of, total_cost
 
 
 @cache
 def _attention(bf16: bool, amx: bool, form: int, unit: int) -> Kernel:
     split_keys = split_amx if amx else make_split(bf16, form, unit)
+    cost_of, total_cost = _cost_functions(amx)
 
     @kernel
     def attention(args: int, rows: int, thread: int, threads: int, scratch: int) -> None:
@@ -94,8 +110,8 @@ def _attention(bf16: bool, amx: bool, form: int, unit: int) -> Kernel:
         num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.out_dim)
         group = arg(args, ARG.num_q) // num_kv
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-        shared, total_cost = _shared(args, rows, threads)
-        cost_before, first, run = 0, int64(0), 0
+        shared, all_cost = _is_shared(args, rows, threads), total_cost(args, rows)
+        cost_before, first = 0, int64(0)
         where = arg(args, ARG.workspace)
         if amx:
             configure_rows(scratch, 32)
@@ -106,17 +122,18 @@ def _attention(bf16: bool, amx: bool, form: int, unit: int) -> Kernel:
             if shared:  # heads side by side: their keys are adjacent in memory
                 step = queries * (wide + 2) * 4
                 for split in range(low, high):
-                    cost = _split_cost(split, keys)
+                    cost = cost_of(split, split + 1, keys, queries)
                     for head in range(num_kv):
-                        if (cost_before + cost // 2) * threads // total_cost == thread:
+                        if (cost_before + cost // 2) * threads // all_cost == thread:
                             part = where + (head * (high - low) + split - low) * step
                             split_keys(args, first, end - first, head, slot, split * SPLIT, part, scratch)
                         cost_before += cost
                 where += num_kv * (high - low) * step
                 first = end
                 continue
+            cost = cost_of(low, high, keys, queries)
             for head in range(num_kv):
-                if run % threads == thread:
+                if (cost_before + cost // 2) * threads // all_cost == thread:
                     total = scratch  # [queries, wide]
                     state = total + queries * wide * 4  # [queries, 2]
                     part = state + queries * 8  # [queries, wide]
@@ -132,7 +149,7 @@ def _attention(bf16: bool, amx: bool, form: int, unit: int) -> Kernel:
                     for i in range(queries):
                         row, q_head = first + i // group, head * group + i % group
                         write(args, row, q_head, total + i * wide * 4, state + 8 * i, bf16)
-                run += 1
+                cost_before += cost
             first = end
         if amx:
             tiles_release()
@@ -148,8 +165,7 @@ def _attention_merge(bf16: bool) -> Kernel:
         num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.out_dim)
         group = arg(args, ARG.num_q) // num_kv
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
-        shared, _ = _shared(args, rows, threads)
-        if not shared:
+        if not _is_shared(args, rows, threads):
             return
         first, unit = int64(0), 0
         where = arg(args, ARG.workspace)
