@@ -16,7 +16,10 @@ from numba.core import caching
 from numba.core.caching import IndexDataCacheFile
 
 from draftproof.numba_jit import native
+from draftproof.ops.cpu import elementwise
+from draftproof.ops.cpu.jit import parallel_compile
 from draftproof.ops.cpu.jit.compile import KernelFiles, SourceCache, _closure_key
+from draftproof.ops.cpu.moe.kernels import widen
 
 LOOP = """
 import sys
@@ -156,6 +159,14 @@ def test_cached_kernel_beside_a_compiled_one_keeps_its_code(tmp_path: Path) -> N
     stored_by_kernels(control, "1", "1")
     two, wrong = stored_by_kernels(control, "2,1", "1")  # symbols numbered from 1, as numba does
     assert wrong == two != one
+
+
+def test_kernels_of_a_module_are_one_group_unless_there_are_fewer_than_processes() -> None:
+    kernels = [elementwise.embed, widen, elementwise.concat_columns]
+    first, second = parallel_compile._groups(kernels, 2)
+    assert {*first, *second} == {*kernels} and [widen] in (first, second)
+    assert len(parallel_compile._groups(kernels, 1)) == 2
+    assert sorted(map(len, parallel_compile._groups(kernels, 8))) == [1, 1, 1]
 
 
 @pytest.mark.slow

@@ -28,8 +28,10 @@ WAIT_INTERVAL_SECONDS = 0.01
 
 def compile_kernels(kernels: Sequence[Kernel]) -> None:
     """Compile the kernels that are neither loaded nor in the disk cache, if several cores can do it."""
-    groups = _groups([kernel for kernel in dict.fromkeys(kernels) if not kernel.is_available])
-    count = min(_num_cores(), MAX_PROCESSES, len(groups)) - 1
+    max_processes = min(_num_cores(), MAX_PROCESSES)
+    missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_available]
+    groups = _groups(missing, max_processes)
+    count = min(max_processes, len(groups)) - 1
     if count < 1:
         return
     queue, end = os.pipe()
@@ -53,16 +55,25 @@ def compile_kernels(kernels: Sequence[Kernel]) -> None:
                 os.waitpid(child, 0)
 
 
-def _groups(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """Return the kernels by module, the largest group first: a process compiles shared functions once."""
-    groups: dict[str, list[Kernel]] = {}
+def _groups(kernels: Sequence[Kernel], count: int) -> list[list[Kernel]]:
+    """Return the kernels by module, the largest group first: a process compiles shared functions once.
+
+    With fewer than `count` modules the longest groups are divided.
+    """
+    modules: dict[str, list[Kernel]] = {}
     for kernel in kernels:
-        groups.setdefault(kernel.fn.__module__, []).append(kernel)
+        modules.setdefault(kernel.fn.__module__, []).append(kernel)
+    groups = list(modules.values())
+    while len(groups) < min(count, len(kernels)):
+        longest = max(groups, key=len)
+        half = len(longest) // 2
+        groups += [longest[:half], longest[half:]]
+        groups.remove(longest)
 
     def code_bytes(group: list[Kernel]) -> int:
         return sum(_code_bytes(kernel.fn, set()) for kernel in group)
 
-    return sorted(groups.values(), key=code_bytes, reverse=True)[:MAX_GROUPS]
+    return sorted(groups, key=code_bytes, reverse=True)[:MAX_GROUPS]
 
 
 def _is_running(child: int) -> bool:
