@@ -145,7 +145,9 @@ def head_engine(model: str) -> Ours | None:
     """Return an engine with the draft head of the package, or None if it has none for `model`."""
     try:
         return Ours(model, "gguf", HEAD)
-    except ConfigError:
+    except ConfigError as error:
+        if "needs a head" not in str(error):
+            raise
         return None
 
 
@@ -196,6 +198,7 @@ def main() -> None:
             figures["llama_cpp_prompt"] = peer.speeds(long, 2)[0]
             figures["llama_cpp_free"] = peer.speeds(ids, n)[1]
             figures["llama_cpp_copy"] = peer.speeds(copy, n)[1]
+            figures["edit_plain"] = ours.rate([edit], n, False)
             figures["edit_ngram"] = ours.rate([edit], n, True)
             figures["llama_cpp_edit"] = peer.speeds(edit, n)[1]
         if with_head is not None:
@@ -236,6 +239,7 @@ def report(
         ratios["copy_plain_over_llama_cpp"] = ratio("copy_plain", "llama_cpp_copy")
         ratios["copy_ngram_over_llama_cpp"] = ratio("copy_ngram", "llama_cpp_copy")
         ratios["prompt_over_llama_cpp"] = ratio("prompt", "llama_cpp_prompt")
+        ratios["edit_ngram_over_plain"] = ratio("edit_ngram", "edit_plain")
         ratios["edit_ngram_over_llama_cpp"] = ratio("edit_ngram", "llama_cpp_edit")
         if "free_head" in rates:
             ratios["free_head_over_plain"] = ratio("free_head", "free_plain")

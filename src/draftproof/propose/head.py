@@ -145,7 +145,10 @@ class HeadProposer(ModelProposer):
         return ()
 
     def begin(self, batch: DeviceBatch) -> Any:
-        """Return the head's rows, the last row [B] of each entry, and the features."""
+        """Return the head's rows, the last row [B] of each entry, and the features.
+
+        The features are reduced, unless the captured pass does that.
+        """
         assert batch.rows is not None and batch.features is not None
         given, rounds = (batch.rows, batch.columns, batch.slots), self.env.ops.rounds
         if self._chain is not None:

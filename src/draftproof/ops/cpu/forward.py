@@ -71,14 +71,12 @@ class CpuForward(CpuLatent):
 
     def pack_draft_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         if weight.dtype == torch.bfloat16 and not self._features.amx_int8:  # half the bytes of bf16
+            bias = _checked_bias(weight, bias)
             return self.pack_quantized("w8a8", *quantize_columns(weight.detach()), bias)
         return self._pack(weight, bias, draft=True)
 
     def _pack(self, weight: Tensor, bias: Tensor | None, draft: bool) -> PackedLinear:
-        check_tensor("weight", weight, 2)
-        bias = None if bias is None else bias.detach().to(weight.dtype).clone().contiguous()
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ConfigError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
+        bias = _checked_bias(weight, bias)
         return pack(weight.detach(), bias, self._features, self._memory.hold, draft)
 
     def pack_quantized(
@@ -289,3 +287,13 @@ class CpuForward(CpuLatent):
         scratch = attention_parts.scratch_bytes(heads.num_q // heads.num_kv, heads.dim)
         self._run.call(kernels, q.shape[0], [out], [q, positions, slots], constants, scratch)
         return out
+
+
+def _checked_bias(weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return a copy of the bias in the dtype of the weight, or raise if it does not fit."""
+    check_tensor("weight", weight, 2)
+    if bias is None:
+        return None
+    if bias.shape != weight.shape[:1]:
+        raise ConfigError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
+    return bias.detach().to(weight.dtype).clone().contiguous()

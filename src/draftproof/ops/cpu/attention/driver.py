@@ -28,7 +28,7 @@ from draftproof.ops.cpu.attention.kv import FLOAT
 from draftproof.ops.cpu.attention.kv_blocks import key_unit
 from draftproof.ops.cpu.gemm.microkernel import COLUMNS
 from draftproof.ops.cpu.jit.amx import configure_rows, tiles_release
-from draftproof.ops.cpu.jit.compile import Kernel, device, kernel, load_i64
+from draftproof.ops.cpu.jit.compile import Kernel, device, inlined, kernel, load_i64
 
 SPLIT_COST_KEYS = 32  # cost of a split besides its keys
 KEY_COST_QUERIES = 4  # cost of a key besides the queries that it is multiplied by
@@ -75,6 +75,12 @@ def _is_shared(args: int, rows: int, threads: int) -> bool:
         first = end
     fits = 4 * words <= arg(args, ARG.workspace_bytes)
     return threads > 1 and runs < 8 * threads and fits
+
+
+@inlined
+def _owner(cost: int, all_cost: int, threads: int) -> int:
+    """Return the thread of the unit in whose middle `cost` has been distributed."""
+    return min(max(cost * threads // all_cost, 0), threads - 1)
 
 
 def _cost_functions(amx: bool) -> Any:
@@ -124,7 +130,7 @@ def _attention(bf16: bool, amx: bool, form: int, unit: int) -> Kernel:
                 for split in range(low, high):
                     cost = cost_of(split, split + 1, keys, queries)
                     for head in range(num_kv):
-                        if (cost_before + cost // 2) * threads // all_cost == thread:
+                        if _owner(cost_before + cost // 2, all_cost, threads) == thread:
                             part = where + (head * (high - low) + split - low) * step
                             split_keys(args, first, end - first, head, slot, split * SPLIT, part, scratch)
                         cost_before += cost
@@ -133,7 +139,7 @@ def _attention(bf16: bool, amx: bool, form: int, unit: int) -> Kernel:
                 continue
             cost = cost_of(low, high, keys, queries)
             for head in range(num_kv):
-                if (cost_before + cost // 2) * threads // all_cost == thread:
+                if _owner(cost_before + cost // 2, all_cost, threads) == thread:
                     total = scratch  # [queries, wide]
                     state = total + queries * wide * 4  # [queries, 2]
                     part = state + queries * 8  # [queries, wide]

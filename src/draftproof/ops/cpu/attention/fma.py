@@ -40,7 +40,10 @@ _LOWEST = np.float32(-3.0e38)
 
 
 def scratch_bytes(group: int, dim: int) -> int:
-    """Return the scratch bytes of a thread; `attention`, `split_fma` and `split_amx` define its layout."""
+    """Return the scratch bytes of a thread.
+
+    `attention`, `split_fma`, `split_amx` and the key loader of gathered keys define its layout.
+    """
     queries, wide = max(MAX_QUERIES, group) + 16, -(-dim // COLUMNS) * COLUMNS
     return 4 * (queries * (2 * SPLIT + 4 * wide + 8) + 2 * SPLIT * wide) + 8192
 
@@ -208,9 +211,8 @@ def make_split(bf16: bool, form: int, unit: int) -> Any:
 
         qs = scratch  # [queries, wide] fp32, scaled
         scores = qs + queries * wide * 4  # [queries, SPLIT]
-        block = (
-            scores + queries * SPLIT * 4
-        )  # K [wide, BLOCK], later V [BLOCK, wide]: two would fill the cache
+        # K [dim, BLOCK] and later V [BLOCK, wide] in one buffer: two would fill the cache
+        block = scores + queries * SPLIT * 4
 
         lowest, highest = split + SPLIT, split
         for row in range(rows):

@@ -1,8 +1,8 @@
 """Access to the paged KV cache for all CPU kernels: addresses, loads and stores.
 
 `ops/contract/kv_layout` defines the cache of a layer. Kernels compute addresses and move vectors with these
-functions only. `form` is a compile-time constant of a kernel: one of `KV_FORMS`. `size` is the bytes of an
-element.
+functions, or load bf16 and fp32 where they lie. `form` is a compile-time constant of a kernel: one of
+`KV_FORMS`. `size` is the bytes of an element.
 """
 
 from __future__ import annotations

@@ -28,19 +28,20 @@ from draftproof.ops.cpu.jit import simd as v
 from draftproof.ops.cpu.jit.compile import device, inlined, load_f32, prefetch
 
 BLOCK = COLUMNS  # keys that are unpacked at a time
-PREFETCH_KEYS = 16  # distance at which K and V are prefetched
+PREFETCH_KEYS = 16  # distance at which K is prefetched
 
 
 @inlined
 def _widen(src: int, scale_at: int, columns: int, ahead: int, dst: int) -> None:
-    """Write bf16 [columns] in fp32; prefetch the vector `ahead` bytes behind it."""
+    """Write bf16 [columns] in fp32; prefetch as many at `ahead`."""
     if columns % 64 != 0:
         for i in range(0, columns, 16):
+            prefetch(ahead + 2 * i)
             v.store(dst + 4 * i, v.tload(src, i, columns - i, True))
         return
     for i in range(0, columns, 64):
-        prefetch(src + ahead + 2 * i)
-        prefetch(src + ahead + 2 * i + 64)
+        prefetch(ahead + 2 * i)
+        prefetch(ahead + 2 * i + 64)
         v.store(dst + 4 * i, v.load_bf16(src + 2 * i))
         v.store(dst + 4 * i + 64, v.load_bf16(src + 2 * i + 32))
         v.store(dst + 4 * i + 128, v.load_bf16(src + 2 * i + 64))
@@ -80,17 +81,22 @@ def make_gather(bf16: bool, form: int) -> Any:
         num_kv, dim = arg(args, ARG.num_kv), arg(args, ARG.dim)
         num_pages, page_size = arg(args, ARG.num_pages), arg(args, ARG.page_size)
         wide = (columns + COLUMNS - 1) // COLUMNS * COLUMNS
-        pages = arg(args, ARG.page_table) + slot * arg(args, ARG.max_pages) * 4
-        stride = key_stride(num_kv, dim, size)
-        key = first
+        max_pages = arg(args, ARG.max_pages)
+        pages, stride = arg(args, ARG.page_table) + slot * max_pages * 4, key_stride(num_kv, dim, size)
+        key, entry = first, first // page_size
         while key < last:
-            index = token_index(pages, key, page_size, num_pages)
+            offset = key - entry * page_size
+            index = page_start(pages, entry, page_size, num_pages) + offset
             src = cache + kv_offset(index, head, page_size, num_kv, dim, size, form)
             scale_at = cache + scale_offset(index, head, page_size, num_kv, dim)
-            stop = min(last, (key // page_size + 1) * page_size)
+            entry += 1
+            after = page_start(pages, min(entry, max_pages - 1), page_size, num_pages) + offset
+            ahead = cache + kv_offset(after, head, page_size, num_kv, dim, size, form)  # one page further
+            stop = min(last, entry * page_size)
             while key < stop:
-                unpack(src, scale_at, columns, PREFETCH_KEYS * stride, out + (key - first) * wide * 4)
+                unpack(src, scale_at, columns, ahead, out + (key - first) * wide * 4)
                 src += stride
+                ahead += stride
                 scale_at += SCALE_BYTES
                 key += 1
 
@@ -168,7 +174,7 @@ def _make_gathered(bf16: bool, form: int) -> Any:
 
     @device
     def transpose_gathered(args: int, slot: int, head: int, first: int, last: int, out: int) -> None:
-        """Write out [dim, BLOCK] by way of the block behind it: the head's vectors of keys [first, last)."""
+        """Write out [dim, BLOCK]: the head's vectors of keys [first, last), gathered behind it first."""
         dim = arg(args, ARG.dim)
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
         lines = out + wide * BLOCK * 4  # [BLOCK, wide]

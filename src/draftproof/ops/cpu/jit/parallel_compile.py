@@ -22,7 +22,7 @@ from draftproof.ops.cpu.jit.compile import Kernel, new_symbol_numbers
 
 MAX_PROCESSES = 8
 MAX_GROUPS = 256  # an index in the queue is one byte
-MAX_WAIT_SECONDS = 60.0  # for children after the last kernel was taken; then they are killed
+MAX_WAIT_SECONDS = 120.0  # for children after the last group was taken; then they are killed
 WAIT_INTERVAL_SECONDS = 0.01
 
 
@@ -30,7 +30,7 @@ def compile_kernels(kernels: Sequence[Kernel]) -> None:
     """Compile the kernels that are neither loaded nor in the disk cache, if several cores can do it."""
     max_processes = min(_num_cores(), MAX_PROCESSES)
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.is_available]
-    groups = _groups(missing, max_processes)
+    groups = _groups(missing, 2 * max_processes)
     count = min(max_processes, len(groups)) - 1
     if count < 1:
         return
