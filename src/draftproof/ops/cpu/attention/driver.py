@@ -79,7 +79,7 @@ def _is_shared(args: int, rows: int, threads: int) -> bool:
 
 @inlined
 def _owner(cost: int, all_cost: int, threads: int) -> int:
-    """Return the thread of the unit in whose middle `cost` has been distributed."""
+    """Return the thread that computes a unit; cost: of all units before it and half of its own."""
     return min(max(cost * threads // all_cost, 0), threads - 1)
 
 

@@ -1,7 +1,7 @@
 """Access to the paged KV cache for all CPU kernels: addresses, loads and stores.
 
 `ops/contract/kv_layout` defines the cache of a layer. Kernels compute addresses and move vectors with these
-functions, or load bf16 and fp32 where they lie. `form` is a compile-time constant of a kernel: one of
+functions, or load bf16 and fp32 directly. `form` is a compile-time constant of a kernel: one of
 `KV_FORMS`. `size` is the bytes of an element.
 """
 

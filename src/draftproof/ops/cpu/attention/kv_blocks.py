@@ -174,7 +174,7 @@ def _make_gathered(bf16: bool, form: int) -> Any:
 
     @device
     def transpose_gathered(args: int, slot: int, head: int, first: int, last: int, out: int) -> None:
-        """Write out [dim, BLOCK]: the head's vectors of keys [first, last), gathered behind it first."""
+        """Write out [dim, BLOCK]: the vectors of keys [first, last), gathered in the buffer after it."""
         dim = arg(args, ARG.dim)
         wide = (dim + COLUMNS - 1) // COLUMNS * COLUMNS
         lines = out + wide * BLOCK * 4  # [BLOCK, wide]
