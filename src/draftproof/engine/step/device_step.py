@@ -208,9 +208,7 @@ class DeviceStep:
         task = self.draft_task(rows, entries, spec, decision.costs)
         if not planned.has_prompts or task.key in self.graphs.captured:
             return self.graphs.get(task)
-        if spec.needs_logprobs:  # its launches take longer than the pass of a short prompt
-            return self.graphs.get_repeated(task)
-        return task.function  # too many sizes to capture
+        return self.graphs.get_repeated(task)  # of many sizes, which depend on the prompts
 
     def put(self, lines: Ints, budget: Ints, draft: Draft) -> None:
         """Store the drafts of a proposer on the host, for the slots `lines`."""
