@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import njit
 from numba.core.caching import FunctionCache
+from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
 
@@ -21,6 +22,30 @@ class LightCache(FunctionCache):
         if found is None:
             target_context.refresh()
         return found
+
+    def has(self, sig: Any) -> bool:
+        """Return whether code for the types `sig` is in the cache."""
+        key = self._index_key(sig, cpu_target.target_context.codegen())
+        with self._guard_against_spurious_io_errors():
+            return key in self._cache_file._load_index()
+        return False
+
+
+class Loop(NamedTuple):
+    """Compiled loop with the types of its arguments, for compilation before its first call."""
+
+    function: Any  # made by `native`
+    types: tuple[Any, ...]
+
+    @property
+    def is_available(self) -> bool:
+        """Return whether the loop is in the disk cache, or there is none to compile it into."""
+        cache = self.function._cache
+        return not isinstance(cache, LightCache) or cache.has(self.types)
+
+    def compile(self) -> None:
+        """Compile the loop into the disk cache."""
+        self.function.compile(self.types)
 
 
 def native(signature: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:

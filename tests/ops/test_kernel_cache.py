@@ -11,15 +11,19 @@ import pytest
 
 pytest.importorskip("numba")
 
+import torch
 from numba import njit
 from numba.core import caching
 from numba.core.caching import IndexDataCacheFile
 
+import step_cases
 from draftproof.numba_jit import native
 from draftproof.ops.cpu import elementwise
+from draftproof.ops.cpu.backend import CpuOps
 from draftproof.ops.cpu.jit import parallel_compile
 from draftproof.ops.cpu.jit.compile import KernelFiles, SourceCache, _closure_key
 from draftproof.ops.cpu.moe.kernels import widen
+from draftproof.ops.cpu.step import LOOPS
 
 LOOP = """
 import sys
@@ -87,6 +91,38 @@ for name, changes in CHANGES.items():
     print(*map(stored, made))
     for path in FOLDER.rglob("*.nbc"):
         path.unlink()
+"""
+IN_CHILD = """
+import sys
+import time
+from unittest import mock
+import numba
+import numpy as np
+from draftproof.numba_jit import Loop, native
+from draftproof.ops.cpu.jit import parallel_compile
+
+@native()
+def doubled(values):
+    return values * 2
+
+@native()
+def tripled(values):
+    return values * 3
+
+LOOPS = [Loop(function, (numba.int64[::1],)) for function in (doubled, tripled)]
+CHANGES = {
+    "child": {},
+    "ends": {"new_symbol_numbers": lambda: sys.exit(1)},
+    "hangs": {"new_symbol_numbers": lambda: time.sleep(600), "MAX_WAIT_SECONDS": 0.1},
+    "one core": {"_num_cores": lambda: 1},
+}
+with mock.patch.multiple(parallel_compile, **{"_num_cores": lambda: 2, **CHANGES[sys.argv[1]]}):
+    compilation = parallel_compile.LoopCompilation(LOOPS)
+    for loop in LOOPS:
+        compilation.wait_for(loop)
+    print([loop.is_available for loop in LOOPS])
+results = doubled(np.arange(3)), tripled(np.arange(3))
+print(*results, [loop.function.signatures == [loop.types] for loop in LOOPS])
 """
 VARIANTS = Path(__file__).parents[1] / "support" / "kernel_variants.py"
 
@@ -181,6 +217,27 @@ def test_children_compile_the_same_kernels(tmp_path: Path) -> None:
     for name, compiled_by_children, *rest in lines:
         assert (int(compiled_by_children) > 0) == (name == "parallel")
         assert rest == ["4", "1", "2", "3", "4"]  # available, and what each kernel stores
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux only")
+@pytest.mark.parametrize("case", ["child", "ends", "hangs", "one core"])
+def test_child_compiles_loops(tmp_path: Path, case: str) -> None:
+    """Let a child compile; end or hang before it has compiled anything; or not start."""
+    path = tmp_path / "run.py"
+    path.write_text(IN_CHILD)
+    done = subprocess.run([sys.executable, str(path), case], capture_output=True, text=True, check=True)
+    available, results = done.stdout.splitlines()
+    assert available == str([case == "child"] * 2)
+    assert results == "[0 2 4] [0 3 6] [True, True]"
+
+
+def test_step_loops_have_their_declared_types() -> None:
+    """Compare the types that a child compiles with those of the calls, also where an op is called alone."""
+    for name in ("layout", "commit"):
+        step_cases.CHECKS[name](CpuOps(torch.device("cpu")), 1, step_cases.Size())
+    for loop in LOOPS:
+        assert loop.function.signatures == [loop.types]
 
 
 def test_native_loops_compile_without_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

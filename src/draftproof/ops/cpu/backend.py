@@ -23,9 +23,10 @@ try:
     from draftproof.ops.cpu.forward import CpuForward
     from draftproof.ops.cpu.gemm.formats import CpuFeatures
     from draftproof.ops.cpu.jit import amx as amx_tiles
+    from draftproof.ops.cpu.jit.parallel_compile import LoopCompilation
     from draftproof.ops.cpu.jit.release_memory import release_start_up_memory
     from draftproof.ops.cpu.sampling.ops import CpuSampling
-    from draftproof.ops.cpu.step import CpuStep
+    from draftproof.ops.cpu.step import LOOPS, CpuStep
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] not in ("numba", "llvmlite"):
         raise
@@ -79,11 +80,12 @@ class CpuOps(Ops):
             amx=has_amx,
             amx_int8=has_amx and amx_tiles.takes_bytes(),
         )
+        compilation = LoopCompilation(LOOPS)
         release_start_up_memory()
         self.executor = Executor(torch.get_num_threads() if threads is None else threads)
         self.runtime = CpuRuntime(device, self.executor)
         self.forward = CpuForward(self.executor, self.features)
         self.sampling = CpuSampling(self.executor)
-        self.step = CpuStep()
+        self.step = CpuStep(compilation)
         self.search = CpuSearch()
         self.rounds = CpuRounds(self.forward, self.sampling, self.executor)

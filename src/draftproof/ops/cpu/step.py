@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftproof import types
-from draftproof.numba_jit import native
+from draftproof.numba_jit import Loop, native
 from draftproof.ops.contract.step import StepOps
 from draftproof.ops.contract.types import Layout
 from draftproof.ops.cpu.identity_cache import IdentityCache
+from draftproof.ops.cpu.jit.parallel_compile import LoopCompilation
 from draftproof.types import Choice, Draft, FinishStatus, Outcome, PlanColumns, SlotColumns, Windows
 
 # numba caches compiled loops by this file alone, so constants of `types` are repeated here
@@ -26,16 +28,20 @@ compiled = native(boundscheck=False)
 class CpuStep(StepOps):
     """Step ops that read and write tensors in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, compilation: LoopCompilation) -> None:
+        """`compilation`: of `LOOPS`."""
         self._layout_arrays = IdentityCache(_layout_arrays)
         self._commit_arrays = IdentityCache(_commit_arrays)
+        self._compilation = compilation
 
     def layout(self, plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout) -> None:
+        self._compilation.wait_for(LAYOUT)
         _layout(*self._layout_arrays.get(plan, columns, out), page_size)
 
     def commit(self, plan: PlanColumns, windows: Windows, choice: Choice, bad: Tensor, out: Outcome) -> None:
         accept = windows.draft == choice.token if choice.accept is None else choice.accept
         recovered = choice.token if choice.recovered is None else choice.recovered
+        self._compilation.wait_for(COMMIT)
         _commit(
             *self._commit_arrays.get(plan, windows),
             *_arrays(choice.token, accept, recovered, bad),
@@ -169,6 +175,19 @@ def _commit(  # type: ignore[no-untyped-def]
             picks += out
     pick_rows[picks:] = -1
     pick_tokens[picks:] = 0
+
+
+_INTS, _TABLE, _FLAGS = numba.int64[::1], numba.int64[:, ::1], numba.boolean[::1]
+LAYOUT = Loop(
+    _layout,
+    (*[_INTS] * 3, _TABLE, *[_INTS] * 4, _TABLE, _INTS, numba.int32[:, ::1], *[_INTS] * 12, numba.int64),
+)
+COMMIT = Loop(
+    _commit,
+    (*[_INTS] * 6, _TABLE, *[_INTS] * 6, numba.boolean[:, ::1], _INTS, _FLAGS)
+    + (_INTS, _INTS, _TABLE, _INTS, _INTS),
+)
+LOOPS = (LAYOUT, COMMIT)  # of every step, in the order of their first calls
 
 
 @compiled

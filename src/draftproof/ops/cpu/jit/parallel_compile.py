@@ -1,8 +1,8 @@
-"""Compilation of kernels on all cores: numba compiles one function at a time in a process.
+"""Compilation on all cores: numba compiles one function at a time in a process.
 
 Forked children compile kernels into the disk cache, from which this process loads them. All processes take
 the next group of kernels from one pipe. A kernel that a child does not finish is compiled when its address is
-needed.
+needed. A child also compiles loops, while this process loads a model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from numba.core.compiler_lock import global_compiler_lock
 
+from draftproof.numba_jit import Loop
 from draftproof.ops.cpu.jit.compile import Kernel, new_symbol_numbers
 
 MAX_PROCESSES = 8
@@ -38,21 +39,60 @@ def compile_kernels(kernels: Sequence[Kernel]) -> None:
     os.write(end, bytes(range(len(groups))))
     os.close(end)
     children: list[int] = []
+
+    def compile_in_child() -> None:
+        _compile_next(queue, lambda i: [kernel.compile() for kernel in groups[i]])
+
     try:
-        # under the lock no other thread changes the state of the compiler that a child copies
-        with global_compiler_lock, suppress(OSError):  # without room for a process this one compiles the rest
+        with suppress(OSError):  # without room for a process this one compiles the rest
             for _ in range(count):
-                children.append(_fork(groups, queue))
+                children.append(_fork(compile_in_child))
         _compile_next(queue, lambda i: [kernel.address for kernel in groups[i]])
-        deadline = time.monotonic() + MAX_WAIT_SECONDS
-        while any(map(_is_running, children)) and time.monotonic() < deadline:
-            time.sleep(WAIT_INTERVAL_SECONDS)
+        _wait(children)
     finally:
         os.close(queue)
-        for child in filter(_is_running, children):  # a lock of another thread may have been copied
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+        _kill(children)
+
+
+class LoopCompilation:
+    """Compilation of loops in a child process, which ends by itself."""
+
+    def __init__(self, loops: Sequence[Loop]) -> None:
+        """Start a child, if a loop is not in the disk cache and several cores can compile."""
+        self._child: int | None = None
+        missing = [loop for loop in loops if not loop.is_available] if _num_cores() > 1 else []
+        if missing:
+            with suppress(OSError):
+                self._child = _fork(lambda: [loop.compile() for loop in missing])
+
+    def wait_for(self, loop: Loop) -> None:
+        """Wait until the child has compiled a loop or has ended; the loop is then loaded or compiled here."""
+        if self._child is None:
+            return
+        deadline = time.monotonic() + MAX_WAIT_SECONDS
+        while (is_running := _is_running(self._child)) and not loop.is_available:
+            if time.monotonic() > deadline:
+                _kill([self._child])
+                break
+            time.sleep(WAIT_INTERVAL_SECONDS)
+        else:
+            if is_running:  # with another loop
+                return
+        self._child = None
+
+
+def _wait(children: Sequence[int]) -> None:
+    deadline = time.monotonic() + MAX_WAIT_SECONDS
+    while any(map(_is_running, children)) and time.monotonic() < deadline:
+        time.sleep(WAIT_INTERVAL_SECONDS)
+
+
+def _kill(children: Sequence[int]) -> None:
+    """Kill children that still run: a lock of another thread may have been copied."""
+    for child in filter(_is_running, children):
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def _groups(kernels: Sequence[Kernel], count: int) -> list[list[Kernel]]:
@@ -93,9 +133,10 @@ def _compile_next(queue: int, compiled: Callable[[int], object]) -> None:
         compiled(taken[0])
 
 
-def _fork(groups: Sequence[Sequence[Kernel]], queue: int) -> int:
-    """Start a child that compiles groups of the queue; return its process id."""
-    with warnings.catch_warnings():
+def _fork(run: Callable[[], object]) -> int:
+    """Start a child that calls `run`; return its process id."""
+    # under the lock no other thread changes the state of the compiler that a child copies
+    with global_compiler_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: a child that hangs is killed
         child = os.fork()
     if child:
@@ -104,7 +145,7 @@ def _fork(groups: Sequence[Sequence[Kernel]], queue: int) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         new_symbol_numbers()
-        _compile_next(queue, lambda i: [kernel.compile() for kernel in groups[i]])
+        run()
     finally:
         os._exit(0)
 
