@@ -35,6 +35,10 @@ _LLAMA_8B = {
     "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131072, "rope_theta": 500000.0,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "eos_token_id": 128001, "torch_dtype": "bfloat16",
 }  # fmt: skip
+_LLAMA_1B = _LLAMA_8B | {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 _QWEN25_7B = _LLAMA_8B | {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584,
     "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944,
@@ -59,6 +63,7 @@ _GEMMA3_4B = {
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": _LLAMA_8B,
+    "llama-3.2-1b": _LLAMA_1B,
     "qwen2.5-7b": _QWEN25_7B,
     "mistral-7b": _MISTRAL_7B,
     "qwen3-8b": _QWEN3_8B,

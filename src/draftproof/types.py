@@ -184,7 +184,8 @@ NO_DRAFT_COSTS = DraftCosts()
 class DraftSpec(NamedTuple):
     """What a proposer with a model computes after a step; part of the key of captured drafts."""
 
-    rounds: int  # drafts of the request that may have most, or a few more; 0: store KV only
+    rounds: int  # drafts of the request that may have most, or a few more
+    stores_kv: bool = True  # of the rows of the step; False: without rounds, and it is stored later
     has_prompts: bool = False  # some entries have chunks, and the proposer treats them differently
     needs_processed: bool = False  # some requests truncate their distribution
     needs_logprobs: bool = False  # the drafter's logprobs are read

@@ -111,6 +111,19 @@ def test_every_right_draft_is_accepted_in_captured_padded_steps(temperature, rej
     assert num_accepted and not wrong
 
 
+@pytest.mark.parametrize("chunk", [8, 512])
+@pytest.mark.parametrize("backend", ["auto", "padded_ops:PaddedOps"])
+def test_draft_model_drafts_beside_a_search(backend, chunk):
+    """Let prompts end in steps without room for one row more, which the first draft needs."""
+    model = {"method": "draft_model", "model": heads.itself("llama", "float32")}
+    spec = {"method": "hybrid", "proposers": [model, {"method": "ngram"}], "num_speculative_tokens": 3}
+    cases = [Case(i, "long", 0.7, length=16 + 8 * i, prompt=False) for i in range(3)]
+    batch = Batch(cases, Setup(backend=backend), {**spec, "adaptive": False}, arrivals=[0, 0, 2], chunk=chunk)
+    assert batch.differences() == []
+    steps = [step for record in batch.records.values() for step in record.steps]
+    assert sum(step.num_accepted for step in steps) > len(steps)
+
+
 @pytest.mark.parametrize("method", heads.WITH_MODELS)
 def test_warm_up_captures_all_rounds(method):
     setup = Setup(backend="padded_ops:PaddedOps")
@@ -119,8 +132,11 @@ def test_warm_up_captures_all_rounds(method):
     batch = Batch(cases, setup, spec, chunk=64, overlap=True, sizes={"warm_up": True})
     assert batch.differences() == []
     assert batch.engine is not None
-    keys = [key for key in batch.engine.loop.device.graphs.captured if key.kind == "draft"]
-    assert {key[3].rounds for key in keys} == {0, 1, 2, 3}
+    captured = batch.engine.loop.device.graphs.captured
+    rounds = {key[3].rounds for key in captured if key.kind == "draft"}
+    defers_kv = batch.engine.loop.device.drafting.defers_kv  # then no step without rounds runs the model
+    assert rounds == ({1, 2, 3} if defers_kv else {0, 1, 2, 3})
+    assert any(key.kind == "catch up" for key in captured) == defers_kv
 
 
 @pytest.mark.parametrize("bug", ["position", "noise", "page", "token", "newest", "chunk"])
@@ -150,7 +166,8 @@ def test_control_defect_in_the_draft_model_loses_drafts(bug, monkeypatch):
             return committed_rows(self, replace(batch, chunk=torch.zeros_like(batch.chunk)))
 
         monkeypatch.setattr(DraftModelProposer, "_committed_rows", ignore_chunk)
-    assert count_accepted(serve(PLAIN | {"temperature": 1.0, "chunk": 8}), False)[1]
+    num_accepted, wrong = count_accepted(serve(PLAIN | {"temperature": 1.0, "chunk": 8}), False)
+    assert wrong or not num_accepted
 
 
 def _shift_noise(rounds: DraftRounds) -> DraftRounds:

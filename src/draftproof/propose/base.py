@@ -21,7 +21,7 @@ from draftproof.models.draft_head.model import TargetParts
 from draftproof.models.weight_formats import PackedEntry, WeightTensor
 from draftproof.models.weights.update_source import WeightSource
 from draftproof.ops import Ops
-from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request
+from draftproof.types import DeviceBatch, Draft, ProposeBatch, Request, SlotColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,7 @@ class DeviceProposer(Proposer):
     num_rounds_run: int = 1  # by its model, when it last drafted
     state_tensors: Sequence[Tensor] = ()  # state by slot, restored after drafts of fake requests
     respects_budget: ClassVar[bool] = False  # never makes more drafts than the budget
+    defers_kv: bool = False  # KV behind steps without drafts is stored by `catch_up`, before the next drafts
 
     def begin(self, batch: DeviceBatch) -> Any:
         """Return what `draft` needs for any drafts; the caller gives it to `draft` as `begun`."""
@@ -146,6 +147,13 @@ class DeviceProposer(Proposer):
         With `runs_every_step` it is called after every step, also without any budget. The features are then
         the last hidden rows (`needs_hidden`, after the norm) and those of its `taps`, side by side.
         """
+
+    def catch_up(self, columns: SlotColumns, slots: Tensor, num_rows: int) -> None:
+        """Store the KV of at most `num_rows` tokens that the slots lack; with `defers_kv`.
+
+        The KV of a newest token is left out, and slots of -1 are. It is called again where they lack more.
+        """
+        raise TypeError(f"{type(self).__name__} defers no KV")
 
     def extend(
         self, batch: DeviceBatch, begun: tuple[Tensor, Tensor] | None

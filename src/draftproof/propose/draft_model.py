@@ -1,8 +1,11 @@
 """Draft-model proposer: a second, smaller model of the same vocabulary, with KV on the same pages.
 
-After every step it computes what the step committed, the newest token included, so it never lags: its rows
-are the chunk of a prompt, or the tokens that a window committed. KV of rejected drafts is overwritten. The
-newest token's row gives the first draft; each further draft takes a round of one row per entry.
+After a step with drafts or prompts it computes what the step committed, the newest token included: the chunk
+of a prompt, or the tokens that a window committed. KV of rejected drafts is overwritten. The newest token's
+row gives the first draft; each further draft takes a round of one row per entry.
+
+After other steps it does not run: a model whose drafts do not help costs little then. `catch_up` stores the
+KV of their tokens when a request gets drafts again, or for the prefix cache when it ends.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from draftproof.ops import Rows
 from draftproof.ops.contract.kv_layout import resolve_kv_dtype
 from draftproof.propose.base import ProposerEnv
 from draftproof.propose.draft_rounds import ModelProposer
-from draftproof.types import DeviceBatch, Draft
+from draftproof.types import DeviceBatch, Draft, SlotColumns
 
 
 class DraftModelProposer(ModelProposer):
@@ -35,6 +38,7 @@ class DraftModelProposer(ModelProposer):
 
     sources = ("draft_model",)
     depends_on_prompts = True  # one row more for each entry that may be at the end of its prompt
+    defers_kv = True
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         """Load the model, and refuse one that cannot draft for the target."""
@@ -68,6 +72,11 @@ class DraftModelProposer(ModelProposer):
             max_rows=env.ops.runtime.bucket(env.max_rows) + env.num_slots,
             kv_cache_dtype=env.kv_cache_dtype,
         )
+        # [S + 1] first position without KV of the request in each slot, set by its first chunk. Padding is
+        # written to the last line.
+        shape, device = (env.num_slots + 1,), env.ops.device
+        self._stored = torch.full(shape, env.max_len, dtype=torch.int64, device=device)
+        self._no_drafts = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
 
     @classmethod
     def storage(
@@ -102,6 +111,9 @@ class DraftModelProposer(ModelProposer):
         """Compute what the step committed, then run the rounds."""
         assert batch.spec is not None
         runner, count = self.runner, batch.spec.rounds
+        if not batch.spec.stores_kv:
+            self.num_rounds_run = 0
+            return Draft(batch.columns.draft[: len(batch.slots)], self._no_drafts[: len(batch.slots)])
         rows, last = self._committed_rows(batch)
         rounds = self.start_rounds(batch, last)
         hidden, self.num_rounds_run = runner.forward(rows), 0
@@ -116,21 +128,46 @@ class DraftModelProposer(ModelProposer):
                 break
         return rounds.draft()
 
+    def catch_up(self, columns: SlotColumns, slots: Tensor, num_rows: int) -> None:
+        line = slots.clamp(min=0)
+        begin = self._stored[line]
+        missing = (columns.computed[line] - begin).clamp(min=0)
+        ends = torch.where(slots >= 0, missing, 0).cumsum(0).clamp(max=num_rows)
+        count = ends.diff(prepend=ends.new_zeros(1))
+        self.runner.forward(self._rows(columns, slots, begin, count, num_rows))
+        self._set_stored(slots, begin, count)
+
     def _committed_rows(self, batch: DeviceBatch) -> tuple[Rows, Tensor]:
-        """Return rows of the committed tokens without KV, and the last row [B] of each entry, or -1."""
-        rows, chunk, columns = batch.rows, batch.chunk, batch.columns
-        assert rows is not None and chunk is not None and batch.spec is not None
-        scrap, line = len(columns.length), batch.slots.clamp(min=0)
-        before = torch.cat([rows.slots.new_full((1,), -1), rows.slots[:-1]])
-        first = torch.full((scrap + 1,), -1, dtype=torch.int64, device=line.device)
-        first[torch.where((rows.slots >= 0) & (rows.slots != before), rows.slots, scrap)] = rows.positions
-        start = first[line]  # first position that the target computed; -1: none
-        length, computed = columns.length[line], columns.computed[line]
+        """Return rows of the tokens that the step committed, and the last row [B] of each entry, or -1.
+
+        An entry whose earlier tokens lack KV has no rows.
+        """
+        columns, chunk, slots = batch.columns, batch.chunk, batch.slots
+        assert batch.rows is not None and chunk is not None and batch.spec is not None
+        start, line = self._first_positions(batch), slots.clamp(min=0)
+        length, computed, stored = columns.length[line], columns.computed[line], self._stored[line]
         end = torch.where(computed == length - 1, length, computed)
-        begin = torch.where(chunk > 0, start, start + 1)
-        count = torch.where((batch.slots >= 0) & (start >= 0), (end - begin).clamp(min=0), 0)
-        ends = count.cumsum(0)
-        size = len(rows.tokens) + (len(count) if batch.spec.has_prompts else 0)
+        begin = torch.where(chunk > 0, start, torch.where(stored < end, stored, start + 1))
+        has_rows = (start >= 0) & ((chunk > 0) | (stored > start))
+        count = torch.where(has_rows, (end - begin).clamp(min=0), 0)
+        size = len(batch.rows.tokens) + (len(count) if batch.spec.has_prompts else 0)
+        rows = self._rows(columns, slots, begin, count, size)
+        self._set_stored(slots, begin, count)
+        return rows, torch.where(count > 0, count.cumsum(0) - 1, -1)
+
+    def _first_positions(self, batch: DeviceBatch) -> Tensor:
+        """Return the first position [B] that the target computed in the step; -1: none."""
+        rows, line = batch.rows, batch.slots.clamp(min=0)
+        assert rows is not None
+        padding = len(self._stored) - 1
+        before = torch.cat([rows.slots.new_full((1,), -1), rows.slots[:-1]])
+        first = torch.full((padding + 1,), -1, dtype=torch.int64, device=line.device)
+        first[torch.where((rows.slots >= 0) & (rows.slots != before), rows.slots, padding)] = rows.positions
+        return torch.where(batch.slots >= 0, first[line], -1)
+
+    def _rows(self, columns: SlotColumns, slots: Tensor, begin: Tensor, count: Tensor, size: int) -> Rows:
+        """Return `size` rows: `count` tokens [B] of each slot from position `begin` [B] on, then padding."""
+        line, ends = slots.clamp(min=0), count.cumsum(0)
         place = torch.arange(size, device=line.device)
         owner = torch.searchsorted(ends, place, right=True).clamp(max=len(count) - 1)
         real = place < ends[-1]
@@ -138,11 +175,15 @@ class DraftModelProposer(ModelProposer):
         position = torch.where(real, (begin - ends + count)[owner] + place, 0)
         page_size = self.env.page_size
         page = columns.page_table[slot, position // page_size].long()
-        made = Rows(
+        return Rows(
             torch.where(real, columns.tokens[slot, position], 0),
             position,
             torch.where(real, slot, -1),
             torch.where(real, page * page_size + position % page_size, 0),
             columns.page_table,
         )
-        return made, torch.where(count > 0, ends - 1, -1)
+
+    def _set_stored(self, slots: Tensor, begin: Tensor, count: Tensor) -> None:
+        """Note that the slots [B] have KV of `count` tokens from `begin` on."""
+        padding = len(self._stored) - 1
+        self._stored[torch.where(count > 0, slots, padding)] = begin + count

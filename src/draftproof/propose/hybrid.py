@@ -35,7 +35,7 @@ from draftproof.propose import PROPOSERS
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS, check_number
-from draftproof.types import DeviceBatch, Draft, Request
+from draftproof.types import DeviceBatch, Draft, Request, SlotColumns
 
 
 class MemberDrafts(NamedTuple):
@@ -66,6 +66,7 @@ class HybridProposer(DeviceProposer):
             is_free=all(member.is_free for member in self.members),
         )
         self.taps = models[0].taps if models else ()
+        self.defers_kv = any(model.defers_kv for model in models)
         self.entries = models[0].entries if models else ()
         has_others = len(self.members) > len(models)
         self.model_source = _first(member.runs_every_step and has_others for member in self.members)
@@ -153,6 +154,9 @@ class HybridProposer(DeviceProposer):
         """Do the deferred work of all members."""
         for member in self.members:
             member.do_idle_work()
+
+    def catch_up(self, columns: SlotColumns, slots: Tensor, num_rows: int) -> None:
+        self.members[self.model_source].catch_up(columns, slots, num_rows)
 
     # --- device -------------------------------------------------------------------------------------
 
@@ -316,7 +320,14 @@ def _limited(batch: DeviceBatch, count: int) -> DeviceBatch:
     return replace(batch, budget=batch.budget.clamp(max=count), spec=spec)
 
 
-_ANY_MEMBER = ("needs_hidden", "reports_probs", "stores_kv", "runs_every_step", "learns")
+_ANY_MEMBER = (
+    "needs_hidden",
+    "reports_probs",
+    "stores_kv",
+    "runs_every_step",
+    "learns",
+    "depends_on_prompts",
+)
 
 
 class _Member(NamedTuple):

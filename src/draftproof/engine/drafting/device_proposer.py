@@ -54,6 +54,7 @@ class DraftRunner:
         self.slots = slots
         self._queued_rounds = 0  # behind the last step, where it is not waited for
         self._seconds = 0.0  # of the last drafts, where they are waited for
+        self._catch_up_seconds = 0.0  # of KV that was stored since, before the next drafts
         self._probs: Tensor | None = None  # [S + 1, K, V]; padding writes to the last line
         self._slot_probs: Tensor | None = None  # [S, K, V] of it
         self._ranking: DraftRanking | None = None  # [S + 1, K]; padding writes to the last line
@@ -78,6 +79,11 @@ class DraftRunner:
     def is_gated(self) -> bool:
         """Return whether the model is a member of a hybrid."""
         return self.proposer is not None and self.proposer.model_source >= 0
+
+    @property
+    def defers_kv(self) -> bool:
+        """Return whether the model does not run behind steps without drafts and prompts."""
+        return self.proposer is not None and self.proposer.defers_kv
 
     @property
     def timed_rounds(self) -> int:
@@ -164,8 +170,19 @@ class DraftRunner:
             needed = (hidden, *tapped) if self.proposer.needs_hidden else tapped
             torch.cat(needed, 1, out=self._features[: len(hidden)])
 
+    def begin_step(self, stores_kv: bool) -> None:
+        """Reset the seconds of drafts before a step; `stores_kv`: the model runs behind it."""
+        self._catch_up_seconds = 0.0
+        if not stores_kv:
+            self._seconds = 0.0
+
     def spec(
-        self, planned: StepPlan, decision: DraftDecision, features: StepFeatures, needs_probs: bool
+        self,
+        planned: StepPlan,
+        decision: DraftDecision,
+        features: StepFeatures,
+        needs_probs: bool,
+        stores_kv: bool,
     ) -> DraftSpec:
         """Return what the proposer has to compute behind a step."""
         assert self.proposer is not None
@@ -175,6 +192,7 @@ class DraftRunner:
             self._queued_rounds = rounds
         return DraftSpec(
             rounds,
+            stores_kv,
             has_prompts=self.proposer.depends_on_prompts and bool(planned.chunk.any()),
             needs_processed=features.needs_processed,
             needs_logprobs=features.needs_draft_logprobs,
@@ -201,6 +219,17 @@ class DraftRunner:
             return min(count for count in counts if count >= rounds)
         power = 1 << (rounds - 1).bit_length()
         return min(self.k, power * 3 // 4 if rounds <= power * 3 // 4 else power)
+
+    def catch_up(self, slots: Tensor, num_rows: int) -> None:
+        """Store the KV of at most `num_rows` tokens that the slots lack. `draft` says what a failure does."""
+        if self.proposer is None:
+            return
+        begin = time.perf_counter()
+        try:
+            self.proposer.catch_up(self.slots.columns, slots, num_rows)
+        except Exception as error:  # a plug-in may raise anything
+            self.proposer, self.failure = None, error
+        self._catch_up_seconds += time.perf_counter() - begin
 
     def draft(
         self,
@@ -231,7 +260,7 @@ class DraftRunner:
             self.proposer, self.failure = None, error
             columns.num_draft.zero_()
         if not self.slots.ops.runtime.asynchronous:
-            self._seconds = time.perf_counter() - begin
+            self._seconds = self._catch_up_seconds + time.perf_counter() - begin
 
     def set_proposer(self, proposer: DeviceProposer | None, failure: Exception | None = None) -> None:
         """Replace the proposer; None: make no drafts, because of the failure."""

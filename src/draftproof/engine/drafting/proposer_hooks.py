@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from draftproof.array_types import Ints
+from draftproof.engine.drafting.deferred_kv import DeferredKV
 from draftproof.engine.drafting.device_proposer import DraftRunner
 from draftproof.engine.drafting.prediction_drafts import PredictionDrafts
 from draftproof.engine.sequence import Sequence, StepPlan
@@ -23,11 +24,17 @@ class ProposerHooks:
     """Owner of the engine's proposer."""
 
     def __init__(
-        self, proposer: Proposer | None, drafting: DraftRunner, predictions: PredictionDrafts, debug: bool
+        self,
+        proposer: Proposer | None,
+        drafting: DraftRunner,
+        deferred_kv: DeferredKV,
+        predictions: PredictionDrafts,
+        debug: bool,
     ) -> None:
         """`debug`: raise the proposer's exception instead of switching the proposer off."""
         self.proposer = proposer
         self._drafting = drafting
+        self._deferred_kv = deferred_kv
         self._predictions = predictions
         self._debug = debug
 
@@ -59,6 +66,7 @@ class ProposerHooks:
     def stop(self, slot: int) -> None:
         """Announce that the request in `slot` is gone."""
         self._predictions.stop(slot)
+        self._deferred_kv.release(slot)
         if self.proposer is not None:
             self.call(self.proposer.stop, slot)
 

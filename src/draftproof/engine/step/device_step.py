@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draftproof.array_types import Ints
+from draftproof.engine.drafting.deferred_kv import DeferredKV
 from draftproof.engine.drafting.device_proposer import DraftRunner, check_draft
 from draftproof.engine.drafting.policy import DraftDecision, DraftRun
 from draftproof.engine.sequence import StepPlan
@@ -103,8 +104,12 @@ class DeviceStep:
         proposer: Proposer | None,
         max_rows: int,
         enforce_eager: bool = False,
+        keeps_pages: bool = True,
     ) -> None:
-        """`enforce_eager`: run every step op by op, without graphs."""
+        """Allocate the buffers.
+
+        enforce_eager: run every step op by op, without graphs. keeps_pages: there is a prefix cache.
+        """
         self.ops = runner.ops
         self.runner = runner
         self.slots = slots
@@ -120,6 +125,7 @@ class DeviceStep:
         self.drafting = DraftRunner(proposer, slots, self.max_rows, hidden_row)
         self.graphs = GraphCache(self.ops, self.load_empty_plan, enabled=not enforce_eager)
         self.logprobs = SeparateLogprobs(self.ops, self.graphs, self.drafting)
+        self.deferred_kv = DeferredKV(self.graphs, self.drafting, self.plan, self.max_rows, keeps_pages)
         self._prepared: dict[int, PreparedDecode] = {}  # by the rows of the step
 
     # --- running ------------------------------------------------------------------------------------
@@ -204,11 +210,18 @@ class DeviceStep:
             return do_nothing
         self.drafting.reserve_ranking(features, min(LOGPROB_WIDTHS[-1], self.slots.vocab))
         entries = self.drafting.captured_entries(len(planned.slots), rows)
-        spec = self.drafting.spec(planned, decision, features, needs_probs)
+        work = self.deferred_kv.advance(planned, decision)
+        self.drafting.begin_step(work.stores_kv)
+        spec = self.drafting.spec(planned, decision, features, needs_probs, work.stores_kv)
+        if not work.stores_kv and not self.drafting.is_gated:
+            return do_nothing
         task = self.draft_task(rows, entries, spec, decision.costs)
-        if not planned.has_prompts or task.key in self.graphs.captured:
-            return self.graphs.get(task)
-        return self.graphs.get_repeated(task)  # of many sizes, which depend on the prompts
+        # drafts beside prompts are of many sizes
+        draft = self.graphs.get_repeated(task) if planned.has_prompts else self.graphs.get(task)
+        if not work.catch_up_rows:
+            return draft
+        catch_up = self.deferred_kv.catch_up(work.catch_up_rows)
+        return lambda: (catch_up(), draft())
 
     def put(self, lines: Ints, budget: Ints, draft: Draft) -> None:
         """Store the drafts of a proposer on the host, for the slots `lines`."""

@@ -14,17 +14,17 @@ from draftproof.types import DraftSpec, StepFeatures
 
 T = TypeVar("T")
 # decode: a whole step of decoding requests; forward: layout and model of a step with prompts;
-# verify: everything after the forward pass; draft: a proposer's drafts; the last two: the logprob pass of a
-# step, where it is apart from the step
-GraphKind = Literal["decode", "forward", "verify", "draft", "decode logprobs", "verify logprobs"]
+# verify: everything after the forward pass; draft: a proposer's drafts; catch up: KV that it stores before;
+# the last two: the logprob pass of a step, where it is apart from the step
+GraphKind = Literal["decode", "forward", "verify", "draft", "catch up", "decode logprobs", "verify logprobs"]
 
 
 class GraphKey(NamedTuple):  # hashed in every step: a dataclass would take ten times as long
     """Identity of a captured graph."""
 
     kind: GraphKind
-    rows: int = 0  # rows of the step; for "verify" its logits rows
-    size: int = 0  # "forward": rows that the last layer keeps; "draft": entries
+    rows: int = 0  # rows of the step; for "verify" its logits rows, for "catch up" tokens
+    size: int = 0  # "forward": rows that the last layer keeps; "draft": entries; "catch up": 1 for the plan's
     variant: StepFeatures | DraftSpec | None = None
 
 
@@ -67,11 +67,11 @@ class GraphCache:
         return graph
 
     def get_repeated(self, task: GraphTask[T]) -> Callable[[], T]:
-        """Return the captured function of a task that was requested before, or the function itself.
+        """Return the captured function of a task, captured now if it was requested before, or the function.
 
         For tasks of many sizes: one that comes once is not worth a capture.
         """
-        if task.key in self._requested:
+        if task.key in self.captured or task.key in self._requested:
             return self.get(task)
         self._requested.add(task.key)
         return task.function

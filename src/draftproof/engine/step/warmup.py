@@ -26,6 +26,7 @@ CACHE_FLUSH_BYTES = 128 << 20  # more than the cache of any chip
 TOKEN_STRIDE = 7919  # between the tokens of timed rows; a prime
 PROMPT_ROWS = 64, 256  # rows of prompts beside full windows with captured drafts: few entries, more
 LONG_PROMPT_ROWS = 128, 256, 512
+CAPTURED_CATCH_UP_ROWS = 16, 64, 256
 DraftGraph = tuple[int, int, DraftSpec]  # rows, entries, spec
 
 
@@ -56,6 +57,9 @@ class WarmUp:
         tasks: list[GraphTask[Any]] = [
             step.draft_task(*size) for size in captured_graphs(self._drafting, sizes)
         ]
+        if self._drafting.defers_kv:
+            counts = {step.deferred_kv.size_of(n) for n in CAPTURED_CATCH_UP_ROWS}
+            tasks += [step.deferred_kv.task(*each) for each in product(sorted(counts), (False, True))]
         tasks += [step.forward_task(size, step.num_output_rows(size)) for size in sizes]
         for one, size in product(features, decoding):
             tasks += [step.decode_task(size, one), step.verify_task(size, one)]
@@ -83,7 +87,7 @@ class WarmUp:
         progress("capturing", len(tasks), len(tasks))
 
     def draft_seconds(self, sizes: Iterable[int]) -> dict[int, float]:
-        """Return seconds of the drafts behind a step besides storing KV, by entries.
+        """Return seconds of the drafts behind a step, by entries, besides those of steps without drafts.
 
         A model that stops early is timed for the first round, a member of a hybrid for half of them.
         """
@@ -96,10 +100,10 @@ class WarmUp:
         for count in (n for n in sizes if n <= num_slots):
             rows = self._ops.runtime.bucket(count * (1 + k))
             entries = runner.captured_entries(count, rows)
-            drafting, storing = (
-                self.time_drafts(rows, entries, DraftSpec(n)) for n in (runner.timed_rounds, 0)
-            )
-            found[count] = max(0.0, drafting - storing)
+            found[count] = self.time_drafts(rows, entries, DraftSpec(runner.timed_rounds))
+            if not runner.defers_kv:
+                storing = self.time_drafts(rows, entries, DraftSpec(0))
+                found[count] = max(0.0, found[count] - storing)
         return found
 
     def time_drafts(self, rows: int, entries: int, spec: DraftSpec) -> float:
@@ -146,7 +150,9 @@ def captured_graphs(runner: DraftRunner, sizes: Sequence[int]) -> list[DraftGrap
         low, high = ops.runtime.bucket(count), ops.runtime.bucket(count * (1 + k) + prompt_rows)
         for rows, wanted in product((n for n in sizes if low <= n <= high), range(k + 1)):
             rounds = runner.captured_rounds(count, wanted, rows > full)
-            found[rows, runner.captured_entries(count, rows), DraftSpec(rounds)] = None
+            spec = DraftSpec(rounds, stores_kv=rounds > 0 or not runner.defers_kv)
+            if spec.stores_kv or runner.is_gated:
+                found[rows, runner.captured_entries(count, rows), spec] = None
     return list(found)
 
 

@@ -1,0 +1,192 @@
+"""What speculation costs where no draft helps: drafting engines over an engine without a proposer, on a GPU.
+
+    python bench/speculation_cost.py [--shape llama-3-8b] [--methods ngram,eagle3,hybrid,draft_model]
+                                     [--draft-shape llama-3.2-1b] [--batches 1,8,64,256] [--rounds 5]
+
+Weights are random, also those of the head and the draft model, and outputs are sampled at temperature 1, so
+hardly any draft is accepted. Prompts are in the prefix cache: decoding is timed. The engines are in one
+process and take turns; ratios are medians of the rounds, which have seeds of their own. Requests with
+speculation switched off (`off`) are measured in every drafting engine too. The outputs of all engines must be
+equal.
+The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common.gpu_engine import heat, params_of
+from common.measure import finish
+from common.prompts import chat_prompts
+from common.shapes import SHAPES, write_shape
+from safetensors.torch import save_file
+
+from draftproof import LLM, SamplingParams
+from draftproof.models.config import ModelConfig
+from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
+from draftproof.models.expected_tensors import dummy_tensors
+from draftproof.models.load import load_config
+from draftproof.train.config import write_json
+
+METHODS = ("ngram", "suffix", "eagle3", "hybrid", "draft_model")
+DRAFT_VOCAB_SIZE = 32000
+WEIGHT_STD = 0.02
+DRAFTS = 4
+
+
+def write_head(target: ModelConfig, folder: Path) -> str:
+    """Write an EAGLE-3 head with random weights and the sizes of public heads; return its folder."""
+    layers = target.num_layers
+    identity = TargetIdentity("", target.hidden_size, target.vocab_size, layers, digest="")
+    config = DraftHeadConfig(
+        kind="eagle3",
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        aux_layers=(2, layers // 2, layers - 3),
+        draft_vocab_size=DRAFT_VOCAB_SIZE,
+        share_lm_head=False,
+        target=identity,
+    )
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in config.tensors().items():
+        if name == "d2t":
+            tensors[name] = torch.arange(0, target.vocab_size, target.vocab_size // shape[0])[
+                : shape[0]
+            ].clone()
+        elif "norm" in name:
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+        else:
+            drawn = torch.empty(shape, dtype=torch.bfloat16).normal_(std=WEIGHT_STD, generator=generator)
+            tensors[name] = drawn
+    folder.mkdir()
+    write_json(folder / "config.json", config.to_json())
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def write_draft_model(shape: str, folder: Path) -> str:
+    """Write a model of a shape with random weights; return its folder."""
+    write_shape(shape, folder)
+    config, _ = load_config(str(folder))
+    tensors = dummy_tensors(config, torch.bfloat16, seed=2)  # some share memory
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+def speculative_config(method: str, options: argparse.Namespace, target: str, folder: Path) -> dict[str, Any]:
+    """Return the option of an engine; weights of its proposer are written to `folder`."""
+    head, draft_model = folder / "head", folder / "draft_model"
+    if method in ("eagle3", "hybrid") and not head.exists():
+        write_head(load_config(target)[0], head)
+    if method == "draft_model":
+        write_draft_model(options.draft_shape, draft_model)
+    eagle3 = {"method": "eagle3", "model": str(head)}
+    chosen: dict[str, dict[str, Any]] = {
+        "eagle3": eagle3,
+        "hybrid": {"method": "hybrid", "proposers": [eagle3, {"method": "suffix"}]},
+        "draft_model": {"method": "draft_model", "model": str(draft_model)},
+    }
+    return {"num_speculative_tokens": DRAFTS, **chosen.get(method, {"method": method})}
+
+
+def build(options: argparse.Namespace, folder: Path, target: str, method: str | None) -> LLM:
+    """Build an engine; `method` None: without a proposer."""
+    begin, batch = time.monotonic(), max(options.batches)
+    page = 16
+    tokens_of_request = -(-(options.prompt_tokens + options.tokens) // page) * page
+    llm = LLM(
+        target,
+        load_format="dummy",
+        dtype="bfloat16",
+        device=options.device,
+        max_model_len=1024,
+        max_num_seqs=batch,
+        kv_cache_tokens=batch * tokens_of_request * 5 // 4,  # prompts stay in the prefix cache
+        speculative_config=method and speculative_config(method, options, target, folder),
+    )
+    print(f"{method or 'plain'}: {time.monotonic() - begin:.1f} s to start", flush=True)
+    return llm
+
+
+def timed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, list[list[int]]]:
+    """Return tokens a second and the outputs."""
+    begin = time.perf_counter()
+    done = llm.generate(prompts, params, use_tqdm=False)
+    outputs = [list(each.outputs[0].token_ids) for each in done]
+    return sum(map(len, outputs)) / (time.perf_counter() - begin), outputs
+
+
+def measure(engines: dict[str, LLM], batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all engines in turn."""
+    vocab = engines["plain"].engine.limits.vocab_size
+    prompts = [ids[: options.prompt_tokens] for ids in chat_prompts(batch, vocab, None)]
+    params = params_of(batch, options.tokens, temperature=1.0)
+    off = params_of(batch, options.tokens, temperature=1.0, speculative=False)
+    sides = {name: (llm, params) for name, llm in engines.items()}
+    sides |= {f"{name}, off": (llm, off) for name, llm in engines.items() if name != "plain"}
+    want = timed(engines["plain"], prompts, params)[1]
+    num_different = {name: 0 for name in sides}
+    for name, (llm, given) in sides.items():
+        for _ in range(2):
+            outputs = timed(llm, prompts, given)[1]
+            num_different[name] += sum(a != b for a, b in zip(outputs, want, strict=True))
+    heat(0.5)
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for number in range(options.rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            llm, given = sides[name]
+            seeded = [replace(one, seed=(number + 1) * batch + i) for i, one in enumerate(given)]
+            rates[name].append(timed(llm, prompts, seeded)[0])
+    found: dict[str, Any] = {"plain tok/s": round(statistics.median(rates["plain"]), 1)}
+    for name in names[1:]:
+        ratios = sorted(a / b for a, b in zip(rates[name], rates["plain"], strict=True))
+        found[name] = [round(x, 4) for x in (statistics.median(ratios), ratios[0], ratios[-1])]
+    found["different outputs"] = sum(num_different.values())
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    several = {"type": lambda text: [part for part in text.split(",") if part]}
+    parser.add_argument("--shape", default="llama-3-8b", choices=SHAPES)
+    parser.add_argument("--draft-shape", default="llama-3.2-1b", choices=SHAPES)
+    parser.add_argument("--methods", default=list(METHODS), **several)
+    parser.add_argument(
+        "--batches", default=[1, 8, 64, 256], type=lambda text: list(map(int, text.split(",")))
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="at most")
+    parser.add_argument("--tokens", type=int, default=96, help="of each output")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no new batch after this")
+    options = parser.parse_args()
+    until, found = time.monotonic() + options.seconds, {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        target = write_shape(options.shape, folder / "target")
+        engines = {
+            method or "plain": build(options, folder, target, method) for method in (None, *options.methods)
+        }
+        for batch in options.batches:
+            if time.monotonic() < until:
+                found[str(batch)] = measure(engines, batch, options)
+                print(batch, found[str(batch)], flush=True)
+    finish("speculation_cost", {"over an engine without a proposer": found})
+
+
+if __name__ == "__main__":
+    main()

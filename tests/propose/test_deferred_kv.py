@@ -1,0 +1,122 @@
+"""Draft model that does not run behind steps without drafts: the KV that it stores later must be complete.
+
+The draft model has the target's weights, so every draft must be accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_draft_model import HARD, PLAIN, count_accepted, serve
+
+import heads
+from draftproof import SamplingParams
+from draftproof.engine.drafting.policy import DraftDecision, DraftPolicy
+from draftproof.propose.draft_model import DraftModelProposer
+from exact import OPTIONS, Setup
+from tiny import request, run
+
+PERIOD = 4  # steps
+
+
+@pytest.fixture(autouse=True)
+def _long(monkeypatch):
+    monkeypatch.setitem(OPTIONS, "long", {"ignore_eos": True, "max_tokens": 24})
+
+
+@pytest.fixture(params=["all", "one", "others"])
+def rare_drafts(request, monkeypatch):
+    """Let drafts be made in every PERIOD-th decision alone: for all requests, one in turn, or all but it."""
+    decide, calls = DraftPolicy.decide, []
+
+    def decide_rarely(self: DraftPolicy, slots: Any, *args: Any, **options: Any) -> DraftDecision:
+        calls.append(None)
+        made = decide(self, slots, *args, **options)
+        number, left_over = divmod(len(calls), PERIOD)
+        if left_over:
+            return DraftDecision(np.zeros_like(slots))
+        if request.param == "all":
+            return made
+        is_chosen = (slots == number % (int(slots.max()) + 1)) == (request.param == "one")
+        drafts = np.where(is_chosen, made.drafts, 0)
+        return made._replace(drafts=drafts, rounds=made.rounds if drafts.any() else 0)
+
+    monkeypatch.setattr(DraftPolicy, "decide", decide_rarely)
+    return request.param
+
+
+CASES = {
+    "plain": PLAIN,
+    "sampled": PLAIN | {"temperature": 1.0, "k": 5, "reject": True},
+    "prefix hits": PLAIN | {"prefix": "hit", "chunk": 16},
+    "preempted": HARD,
+    "bfloat16": HARD | {"dtype": "bfloat16", "arch": "qwen3", "overlap": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_right_draft_is_accepted_after_steps_without_drafts(name, rare_drafts):
+    num_accepted, wrong = count_accepted(serve(CASES[name]), CASES[name]["reject"])
+    assert not wrong, wrong[:4]
+    assert num_accepted or rare_drafts == "others"  # a request that runs alone gets none then
+
+
+@pytest.mark.parametrize("name", ["sampled", "preempted"])
+def test_every_right_draft_is_accepted_in_captured_padded_steps(name, rare_drafts):
+    case = CASES[name] | {"overlap": True}
+    num_accepted, wrong = count_accepted(serve(case, "padded_ops:PaddedOps"), case["reject"])
+    assert not wrong, wrong[:4]
+    assert num_accepted or rare_drafts == "others"  # a request that runs alone gets none then
+
+
+@pytest.mark.parametrize("bug", ["one token less", "token", "none"])
+@pytest.mark.parametrize("rare_drafts", ["all"], indirect=True)
+def test_control_defect_in_deferred_kv_loses_drafts(bug, rare_drafts, monkeypatch):
+    """Change what is stored later, or store nothing: drafts are rejected, or fewer are made."""
+    case = PLAIN | {"temperature": 1.0, "chunk": 8}
+    right, _ = count_accepted(serve(case), False)
+    rows, catch_up = DraftModelProposer._rows, DraftModelProposer.catch_up
+    if bug == "one token less":
+
+        def lose_first(self, columns, slots, begin, count, size):
+            is_late = count > 1
+            return rows(self, columns, slots, begin + is_late, count - is_late.long(), size)
+
+        monkeypatch.setattr(DraftModelProposer, "_rows", lose_first)
+    if bug == "token":
+
+        def store_wrong(self, columns, slots, num_rows):
+            catch_up(self, replace(columns, tokens=(columns.tokens + 1) % 97), slots, num_rows)
+
+        monkeypatch.setattr(DraftModelProposer, "catch_up", store_wrong)
+    if bug == "none":
+        monkeypatch.setattr(DraftModelProposer, "catch_up", lambda *_: None)
+    num_accepted, wrong = count_accepted(serve(case), False)
+    assert wrong or num_accepted < right
+
+
+@pytest.mark.parametrize("method", ["draft_model", "hybrid"])
+@pytest.mark.parametrize("caching", [False, True])
+def test_steps_without_drafts_do_not_run_the_model(method, caching, monkeypatch):
+    """Count passes of the draft model for a request without speculation; hybrids search beside it."""
+    model = {"method": "draft_model", "model": heads.itself("llama", "float32")}
+    spec = model if method == "draft_model" else {"method": method, "proposers": [model, {"method": "ngram"}]}
+    engine = Setup().engine(spec, page_size=8, enable_prefix_caching=caching)
+    proposer = engine.loop.device.drafting.proposer
+    runner = (proposer.members[0] if method == "hybrid" else proposer).runner
+    forward, sizes = runner.forward, []
+
+    def counted(rows):
+        sizes.append(len(rows.tokens))
+        return forward(rows)
+
+    monkeypatch.setattr(runner, "forward", counted)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, speculative={"enabled": False})
+    run(engine, [request(0, params, prompt_token_ids=heads.tiny.prompt(0, 12))])
+    assert len(sizes) == 1  # its prompt
+    run(engine, [request(1, params, prompt_token_ids=heads.tiny.prompt(1, 12))])
+    later = [13] if not caching else [19, 13]  # KV of the first output for the cache, before the next prompt
+    assert sizes[1:] == later
