@@ -14,6 +14,7 @@ from test_draft_model import HARD, PLAIN, count_accepted, serve
 
 import heads
 from draftproof import SamplingParams
+from draftproof.engine.drafting import deferred_kv
 from draftproof.engine.drafting.policy import DraftDecision, DraftPolicy
 from draftproof.propose.draft_model import DraftModelProposer
 from exact import OPTIONS, Setup
@@ -62,6 +63,12 @@ def test_every_right_draft_is_accepted_after_steps_without_drafts(name, rare_dra
     num_accepted, wrong = count_accepted(serve(CASES[name]), CASES[name]["reject"])
     assert not wrong, wrong[:4]
     assert num_accepted or rare_drafts == "others"  # a request that runs alone gets none then
+
+
+def test_every_right_draft_is_accepted_where_few_can_catch_up_at_once(rare_drafts, monkeypatch):
+    monkeypatch.setattr(deferred_kv, "MAX_CATCH_UP_ROWS", 4)
+    num_accepted, wrong = count_accepted(serve(CASES["sampled"]), True)
+    assert num_accepted and not wrong, wrong[:4]
 
 
 @pytest.mark.parametrize("name", ["sampled", "preempted"])

@@ -22,6 +22,7 @@ from draftproof.types import PlanColumns
 
 CATCH_UP_ROWS = 16  # smallest captured number of tokens
 CATCH_UP_FACTOR = 4  # between captured numbers
+MAX_CATCH_UP_ROWS = 512  # tokens behind a step; further requests get no drafts then
 
 
 class DraftWork(NamedTuple):
@@ -45,8 +46,26 @@ class DeferredKV:
         self._graphs, self._drafting, self._plan, self._max_rows = graphs, drafting, plan, max_rows
         self._keeps_pages = keeps_pages
         self._num_tokens = np.zeros(count, np.int64)
+        self._turn = 0  # entry that comes first, where not all can catch up
         self._released: set[int] = set()  # slots whose requests ended or were preempted, and lack KV
         self._released_slots = torch.full((count,), -1, dtype=torch.int64, device=plan.slots.device)
+
+    def limit(self, planned: StepPlan, decision: DraftDecision) -> DraftDecision:
+        """Return the decision without drafts of requests whose KV has to wait for a later step.
+
+        At least one request that lacks KV keeps its drafts; requests come first in turn.
+        """
+        if not self._drafting.defers_kv or not decision.rounds:
+            return decision
+        is_late = (decision.drafts > 0) & (planned.chunk == 0)
+        missing = np.where(is_late, self._num_tokens[planned.slots], 0)
+        if missing.sum() <= MAX_CATCH_UP_ROWS:
+            return decision
+        turn = self._turn % len(missing)
+        in_turn = np.roll(missing, -turn)
+        waits = np.roll((in_turn > 0) & (in_turn.cumsum() - in_turn >= MAX_CATCH_UP_ROWS), turn)
+        self._turn = turn + int(np.count_nonzero(~waits))
+        return decision._replace(drafts=np.where(waits, 0, decision.drafts))
 
     def advance(self, planned: StepPlan, decision: DraftDecision) -> DraftWork:
         """Return the work behind a step and count its tokens.
