@@ -252,15 +252,7 @@ def _build_loop(
     sampler = Sampler(ops, strategies.by_index, config.speculative)
     # An error inside a replayed graph does not name its op: debugging ops one by one needs eager steps.
     enforce_eager = config.enforce_eager or os.environ.get("DRAFTPROOF_DEBUG", "0") == "1"
-    step = DeviceStep(
-        runner,
-        slots,
-        sampler,
-        proposer,
-        max_rows=sizes.max_rows,
-        enforce_eager=enforce_eager,
-        keeps_pages=config.enable_prefix_caching,
-    )
+    step = DeviceStep(runner, slots, sampler, proposer, max_rows=sizes.max_rows, enforce_eager=enforce_eager)
     return Loop(
         scheduler,
         slots,

@@ -64,7 +64,7 @@ class Loop:
         self._background_work: Callable[[], object] = lambda: None
         self.pending: deque[PendingStep] = deque()  # oldest first
         self.predictions = PredictionDrafts(scheduler, device, source=len(self.sources) - 1)
-        self.hooks = ProposerHooks(proposer, device.drafting, device.deferred_kv, self.predictions, debug)
+        self.hooks = ProposerHooks(proposer, device, self.predictions, scheduler.mirror.length, debug)
         self.release = RequestRelease(scheduler, slots, self.hooks, self.pending)
         self._mask_thread = MaskThread(grammar_seconds)
         self._recovery = FaultRecovery(scheduler, device, self.hooks, self.release)
@@ -158,7 +158,6 @@ class Loop:
 
     def _queue(self, planned: StepPlan, computed: Ints | None, waits: bool, started: float) -> PendingStep:
         scheduler, host = self.scheduler, self.scheduler.mirror
-        self.device.deferred_kv.store_released()
         if planned.new_pages or planned.admitted:
             self.slots.grow(planned.new_pages)
             self.slots.fill(planned.admitted)

@@ -148,6 +148,13 @@ class DeviceProposer(Proposer):
         the last hidden rows (`needs_hidden`, after the norm) and those of its `taps`, side by side.
         """
 
+    def set_stored(self, slot: int, count: int | None) -> None:
+        """Set how many tokens of the request admitted to `slot` have KV; with `defers_kv`.
+
+        None: all that come from the prefix cache, as in a slot for which this was never called.
+        """
+        raise TypeError(f"{type(self).__name__} defers no KV")
+
     def catch_up(self, columns: SlotColumns, slots: Tensor, num_rows: int) -> None:
         """Store the KV of at most `num_rows` tokens that the slots lack; with `defers_kv`.
 

@@ -4,8 +4,8 @@ After a step with drafts or prompts it computes what the step committed, the new
 of a prompt, or the tokens that a window committed. KV of rejected drafts is overwritten. The newest token's
 row gives the first draft; each further draft takes a round of one row per entry.
 
-After other steps it does not run: a model whose drafts do not help costs little then. `catch_up` stores the
-KV of their tokens when a request gets drafts again, or for the prefix cache when it ends.
+After other steps it does not run: a model whose drafts do not help costs nothing then. `catch_up` stores the
+KV of their tokens when a request gets drafts again.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ class DraftModelProposer(ModelProposer):
         # written to the last line.
         shape, device = (env.num_slots + 1,), env.ops.device
         self._stored = torch.full(shape, env.max_len, dtype=torch.int64, device=device)
+        self._lacks_prefix = torch.zeros(
+            shape, dtype=torch.bool, device=device
+        )  # prompt rows have no KV then
         self._no_drafts = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
 
     @classmethod
@@ -128,6 +131,11 @@ class DraftModelProposer(ModelProposer):
                 break
         return rounds.draft()
 
+    def set_stored(self, slot: int, count: int | None) -> None:
+        self._lacks_prefix[slot : slot + 1].fill_(count is not None)
+        if count is not None:
+            self._stored[slot : slot + 1].fill_(count)
+
     def catch_up(self, columns: SlotColumns, slots: Tensor, num_rows: int) -> None:
         line = slots.clamp(min=0)
         begin = self._stored[line]
@@ -147,8 +155,9 @@ class DraftModelProposer(ModelProposer):
         start, line = self._first_positions(batch), slots.clamp(min=0)
         length, computed, stored = columns.length[line], columns.computed[line], self._stored[line]
         end = torch.where(computed == length - 1, length, computed)
-        begin = torch.where(chunk > 0, start, torch.where(stored < end, stored, start + 1))
-        has_rows = (start >= 0) & ((chunk > 0) | (stored > start))
+        is_prompt = (chunk > 0) & ~self._lacks_prefix[line]
+        begin = torch.where(is_prompt, start, torch.where(stored < end, stored, start + 1))
+        has_rows = (start >= 0) & (is_prompt | ((chunk == 0) & (stored > start)))
         count = torch.where(has_rows, (end - begin).clamp(min=0), 0)
         size = len(batch.rows.tokens) + (len(count) if batch.spec.has_prompts else 0)
         rows = self._rows(columns, slots, begin, count, size)

@@ -35,7 +35,7 @@ from draftproof.propose import PROPOSERS
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.registry import lookup
 from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS, check_number
-from draftproof.types import DeviceBatch, Draft, Request, SlotColumns
+from draftproof.types import DeviceBatch, Draft, Request
 
 
 class MemberDrafts(NamedTuple):
@@ -66,7 +66,8 @@ class HybridProposer(DeviceProposer):
             is_free=all(member.is_free for member in self.members),
         )
         self.taps = models[0].taps if models else ()
-        self.defers_kv = any(model.defers_kv for model in models)
+        if models:
+            self.__dict__.update(set_stored=models[0].set_stored, catch_up=models[0].catch_up)
         self.entries = models[0].entries if models else ()
         has_others = len(self.members) > len(models)
         self.model_source = _first(member.runs_every_step and has_others for member in self.members)
@@ -154,9 +155,6 @@ class HybridProposer(DeviceProposer):
         """Do the deferred work of all members."""
         for member in self.members:
             member.do_idle_work()
-
-    def catch_up(self, columns: SlotColumns, slots: Tensor, num_rows: int) -> None:
-        self.members[self.model_source].catch_up(columns, slots, num_rows)
 
     # --- device -------------------------------------------------------------------------------------
 
@@ -327,6 +325,7 @@ _ANY_MEMBER = (
     "runs_every_step",
     "learns",
     "depends_on_prompts",
+    "defers_kv",
 )
 
 

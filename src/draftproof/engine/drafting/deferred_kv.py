@@ -1,7 +1,8 @@
 """KV that a draft model stores later, because it does not run behind steps without drafts and prompts.
 
 The tokens without KV are counted from above: how many tokens a step commits is not known when the next steps
-are planned, so each step counts with all of its rows.
+are planned, so each step counts with all of its rows. Pages that a request leaves in the prefix cache may
+lack KV. A later request that shares such a page stores the KV from there on before its first drafts.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from draftproof.array_types import Bools, Ints
 from draftproof.engine.drafting.device_proposer import DraftRunner
 from draftproof.engine.drafting.policy import DraftDecision
-from draftproof.engine.sequence import StepPlan
+from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
 from draftproof.ops import GraphPool
 from draftproof.types import PlanColumns
@@ -33,22 +35,45 @@ class DraftWork(NamedTuple):
 
 
 class DeferredKV:
-    """Tokens without KV of the draft model, by slot, and the passes that store their KV."""
+    """Tokens without KV of the draft model, by slot and by page, and the passes that store their KV."""
 
     def __init__(
-        self, graphs: GraphCache, drafting: DraftRunner, plan: PlanColumns, max_rows: int, keeps_pages: bool
+        self, graphs: GraphCache, drafting: DraftRunner, plan: PlanColumns, max_rows: int, page_size: int
     ) -> None:
-        """Start without such tokens.
-
-        keeps_pages: the prefix cache keeps pages of finished requests, whose KV must be complete.
-        """
+        """Start without such tokens."""
         count = len(plan.slots)
         self._graphs, self._drafting, self._plan, self._max_rows = graphs, drafting, plan, max_rows
-        self._keeps_pages = keeps_pages
+        self._page_size = page_size
         self._num_tokens = np.zeros(count, np.int64)
+        self._lacks_prefix = np.zeros(count, np.bool_)  # a cached page lacked KV at admission
+        self._pages: dict[int, list[int]] = {}  # of the request in a slot
+        self._incomplete: set[int] = set()  # pages that lack KV
         self._turn = 0  # entry that comes first, where not all can catch up
-        self._released: set[int] = set()  # slots whose requests ended or were preempted, and lack KV
-        self._released_slots = torch.full((count,), -1, dtype=torch.int64, device=plan.slots.device)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take in an admitted request with its pages; the first of them come from the prefix cache."""
+        if not self._drafting.defers_kv:
+            return
+        slot, pages, num_cached = sequence.slot, sequence.pages, sequence.num_cached // self._page_size
+        found = (i for i, page in enumerate(pages[:num_cached]) if page in self._incomplete)
+        first = next(found, num_cached)
+        lacks_prefix = first < num_cached
+        if lacks_prefix:
+            self._incomplete.update(pages[first:])
+        else:
+            self._incomplete.difference_update(pages[first:])
+        if lacks_prefix or self._lacks_prefix[slot]:
+            self._drafting.set_stored(slot, first * self._page_size if lacks_prefix else None)
+        self._lacks_prefix[slot], self._pages[slot] = lacks_prefix, pages
+        self._num_tokens[slot] = (num_cached - first) * self._page_size
+
+    def release(self, slot: int, length: int) -> None:
+        """Take in that the request in `slot` has ended or was preempted, with `length` tokens."""
+        pages, missing = self._pages.pop(slot, ()), int(self._num_tokens[slot])
+        first = (length - missing) // self._page_size if missing else len(pages)
+        self._incomplete.difference_update(pages[: max(0, first)])
+        self._incomplete.update(pages[max(0, first) :])
+        self._num_tokens[slot] = 0
 
     def limit(self, planned: StepPlan, decision: DraftDecision) -> DraftDecision:
         """Return the decision without drafts of requests whose KV has to wait for a later step.
@@ -57,15 +82,23 @@ class DeferredKV:
         """
         if not self._drafting.defers_kv or not decision.rounds:
             return decision
-        is_late = (decision.drafts > 0) & (planned.chunk == 0)
-        missing = np.where(is_late, self._num_tokens[planned.slots], 0)
-        if missing.sum() <= MAX_CATCH_UP_ROWS:
-            return decision
-        turn = self._turn % len(missing)
-        in_turn = np.roll(missing, -turn)
-        waits = np.roll((in_turn > 0) & (in_turn.cumsum() - in_turn >= MAX_CATCH_UP_ROWS), turn)
-        self._turn = turn + int(np.count_nonzero(~waits))
-        return decision._replace(drafts=np.where(waits, 0, decision.drafts))
+        drafts, missing = decision.drafts, self._missing(planned)
+        drafts = np.where((planned.chunk > 0) & (missing > 0), 0, drafts)
+        missing = np.where(drafts > 0, missing, 0)
+        if missing.sum() > MAX_CATCH_UP_ROWS:
+            turn = self._turn % len(missing)
+            in_turn = np.roll(missing, -turn)
+            waits = np.roll((in_turn > 0) & (in_turn.cumsum() - in_turn >= MAX_CATCH_UP_ROWS), turn)
+            self._turn = turn + int(np.count_nonzero(~waits))
+            drafts = np.where(waits, 0, drafts)
+        rounds = decision.rounds if np.count_nonzero(drafts) else 0
+        return decision._replace(drafts=drafts, rounds=rounds)
+
+    def _missing(self, planned: StepPlan) -> Ints:
+        """Return the tokens [B] without KV that are not of the step; a prompt's chunks are stored in turn."""
+        is_stored: Bools = (planned.chunk > 0) & ~self._lacks_prefix[planned.slots]
+        missing: Ints = np.where(is_stored, 0, self._num_tokens[planned.slots])
+        return missing
 
     def advance(self, planned: StepPlan, decision: DraftDecision) -> DraftWork:
         """Return the work behind a step and count its tokens.
@@ -75,39 +108,20 @@ class DeferredKV:
         """
         if not self._drafting.defers_kv:
             return DraftWork()
-        slots, added = planned.slots, 1 + planned.drafts
+        slots, added = planned.slots, planned.chunk + 1 + planned.drafts
         if not decision.rounds and not planned.has_prompts:
             self._num_tokens[slots] += added
             return DraftWork(stores_kv=False)
-        missing = np.where(planned.chunk > 0, 0, self._num_tokens[slots])
+        missing = self._missing(planned)
         gets_drafts = decision.drafts > 0 if decision.rounds else np.zeros(len(slots), np.bool_)
         rows = int(missing[gets_drafts].sum())
         self._num_tokens[slots] = np.where(gets_drafts | (missing == 0), 0, missing + added)
         return DraftWork(catch_up_rows=rows)
 
-    def release(self, slot: int) -> None:
-        """Note that the request in `slot` has ended or was preempted."""
-        if self._keeps_pages and self._num_tokens[slot]:
-            self._released.add(slot)
-        else:
-            self._num_tokens[slot] = 0
-
-    def store_released(self) -> None:
-        """Store the KV that released slots lack. Called before the slots are filled again."""
-        if not self._released:
-            return
-        slots, padded = sorted(self._released), np.full(len(self._num_tokens), -1, np.int64)
-        padded[: len(slots)] = slots
-        rows = int(self._num_tokens[slots].sum())
-        self._num_tokens[slots] = 0
-        self._released.clear()
-        self._drafting.slots.ops.runtime.send(torch.from_numpy(padded), self._released_slots)
-        self.catch_up(rows, released=True)()
-
-    def catch_up(self, rows: int, released: bool = False) -> Callable[[], None]:
-        """Return the call that stores KV of at most `rows` tokens."""
+    def catch_up(self, rows: int) -> Callable[[], None]:
+        """Return the call that stores KV of at most `rows` tokens of requests that get drafts."""
         num_rows = self.size_of(rows)
-        store = self._graphs.get_repeated(self.task(num_rows, released))
+        store = self._graphs.get_repeated(self.task(num_rows))
 
         def run() -> None:
             for _ in range(-(-rows // num_rows)):
@@ -124,13 +138,10 @@ class DeferredKV:
                 size *= CATCH_UP_FACTOR
         return min(size, self._max_rows)
 
-    def task(self, num_rows: int, released: bool) -> GraphTask[None]:
-        """Return a pass for the requests of the plan that get drafts, or for released slots."""
-        key = GraphKey("catch up", num_rows, int(not released))
-        return GraphTask(key, partial(self._store, num_rows, released), GraphPool.DRAFT)
+    def task(self, num_rows: int) -> GraphTask[None]:
+        """Return a pass for the requests of the plan that get drafts."""
+        return GraphTask(GraphKey("catch up", num_rows), partial(self._store, num_rows), GraphPool.DRAFT)
 
-    def _store(self, num_rows: int, released: bool) -> None:
-        plan, slots = self._plan, self._released_slots
-        if not released:
-            slots = torch.where((plan.budget > 0) & (plan.chunk == 0), plan.slots, -1)
-        self._drafting.catch_up(slots, num_rows)
+    def _store(self, num_rows: int) -> None:
+        plan = self._plan
+        self._drafting.catch_up(torch.where((plan.budget > 0) & (plan.chunk == 0), plan.slots, -1), num_rows)

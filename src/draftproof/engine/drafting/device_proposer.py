@@ -220,6 +220,11 @@ class DraftRunner:
         power = 1 << (rounds - 1).bit_length()
         return min(self.k, power * 3 // 4 if rounds <= power * 3 // 4 else power)
 
+    def set_stored(self, slot: int, count: int | None) -> None:
+        """Set how many tokens of the request in `slot` have KV; None: all that come from the prefix cache."""
+        if self.proposer is not None:
+            self.proposer.set_stored(slot, count)
+
     def catch_up(self, slots: Tensor, num_rows: int) -> None:
         """Store the KV of at most `num_rows` tokens that the slots lack. `draft` says what a failure does."""
         if self.proposer is None:

@@ -11,11 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from draftproof.array_types import Ints
-from draftproof.engine.drafting.deferred_kv import DeferredKV
-from draftproof.engine.drafting.device_proposer import DraftRunner
 from draftproof.engine.drafting.prediction_drafts import PredictionDrafts
 from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.slots import Slots
+from draftproof.engine.step.device_step import DeviceStep
 from draftproof.propose.base import Proposer
 from draftproof.types import ProposeBatch
 
@@ -26,16 +25,21 @@ class ProposerHooks:
     def __init__(
         self,
         proposer: Proposer | None,
-        drafting: DraftRunner,
-        deferred_kv: DeferredKV,
+        device: DeviceStep,
         predictions: PredictionDrafts,
+        lengths: Ints,
         debug: bool,
     ) -> None:
-        """`debug`: raise the proposer's exception instead of switching the proposer off."""
+        """Create the hooks.
+
+        lengths [S]: tokens of the requests by slot. debug: raise the proposer's exception instead of
+        switching the proposer off.
+        """
         self.proposer = proposer
-        self._drafting = drafting
-        self._deferred_kv = deferred_kv
+        self._drafting = device.drafting
+        self._deferred_kv = device.deferred_kv
         self._predictions = predictions
+        self._lengths = lengths
         self._debug = debug
 
     @property
@@ -56,6 +60,7 @@ class ProposerHooks:
     def start(self, admitted: Many[Sequence]) -> None:
         """Announce admitted requests, then the next step."""
         for sequence in admitted:
+            self._deferred_kv.admit(sequence)
             if self.proposer is not None:
                 self.call(self.proposer.start, sequence.slot, sequence.request)
             if self.proposer is not None and sequence.uses_prediction and not self.proposer.takes_prediction:
@@ -66,7 +71,7 @@ class ProposerHooks:
     def stop(self, slot: int) -> None:
         """Announce that the request in `slot` is gone."""
         self._predictions.stop(slot)
-        self._deferred_kv.release(slot)
+        self._deferred_kv.release(slot, int(self._lengths[slot]))
         if self.proposer is not None:
             self.call(self.proposer.stop, slot)
 

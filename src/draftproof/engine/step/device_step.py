@@ -104,12 +104,8 @@ class DeviceStep:
         proposer: Proposer | None,
         max_rows: int,
         enforce_eager: bool = False,
-        keeps_pages: bool = True,
     ) -> None:
-        """Allocate the buffers.
-
-        enforce_eager: run every step op by op, without graphs. keeps_pages: there is a prefix cache.
-        """
+        """`enforce_eager`: run every step op by op, without graphs."""
         self.ops = runner.ops
         self.runner = runner
         self.slots = slots
@@ -125,7 +121,7 @@ class DeviceStep:
         self.drafting = DraftRunner(proposer, slots, self.max_rows, hidden_row)
         self.graphs = GraphCache(self.ops, self.load_empty_plan, enabled=not enforce_eager)
         self.logprobs = SeparateLogprobs(self.ops, self.graphs, self.drafting)
-        self.deferred_kv = DeferredKV(self.graphs, self.drafting, self.plan, self.max_rows, keeps_pages)
+        self.deferred_kv = DeferredKV(self.graphs, self.drafting, self.plan, self.max_rows, runner.page_size)
         self._prepared: dict[int, PreparedDecode] = {}  # by the rows of the step
 
     # --- running ------------------------------------------------------------------------------------

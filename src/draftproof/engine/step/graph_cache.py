@@ -24,7 +24,7 @@ class GraphKey(NamedTuple):  # hashed in every step: a dataclass would take ten 
 
     kind: GraphKind
     rows: int = 0  # rows of the step; for "verify" its logits rows, for "catch up" tokens
-    size: int = 0  # "forward": rows that the last layer keeps; "draft": entries; "catch up": 1 for the plan's
+    size: int = 0  # "forward": rows that the last layer keeps; "draft": entries
     variant: StepFeatures | DraftSpec | None = None
 
 

@@ -59,7 +59,7 @@ class WarmUp:
         ]
         if self._drafting.defers_kv:
             counts = {step.deferred_kv.size_of(n) for n in CAPTURED_CATCH_UP_ROWS}
-            tasks += [step.deferred_kv.task(*each) for each in product(sorted(counts), (False, True))]
+            tasks += [step.deferred_kv.task(count) for count in sorted(counts)]
         tasks += [step.forward_task(size, step.num_output_rows(size)) for size in sizes]
         for one, size in product(features, decoding):
             tasks += [step.decode_task(size, one), step.verify_task(size, one)]
