@@ -137,6 +137,23 @@ def test_cached_pages_without_kv_are_completed(chunk, overlap, backend):
     assert cached >= 48 and num_drafts == num_accepted > 0
 
 
+def test_pages_of_a_request_that_is_aborted_within_its_prompt_still_lack_kv():
+    """Let a request share pages without KV and end before its drafts; a later one shares them too."""
+    model = {"method": "draft_model", "model": heads.itself("llama", "float32"), "adaptive": False}
+    engine = Setup().engine({**model, "num_speculative_tokens": 3}, page_size=8, max_num_batched_tokens=8)
+    off = SamplingParams(max_tokens=30, ignore_eos=True, speculative={"enabled": False})
+    ids = heads.tiny.prompt(0, 18)
+    ids = [*ids, *run(engine, [request(0, off, prompt_token_ids=ids)])["0"].token_ids, 9, 9]
+    engine.add(request(1, replace(off, speculative=None), prompt_token_ids=[*ids, *heads.tiny.prompt(3, 60)]))
+    engine.step()
+    engine.abort("1")
+    params = SamplingParams(max_tokens=18, ignore_eos=True)
+    before = engine.stats().num_cached_tokens
+    steps = run(engine, [request(2, params, prompt_token_ids=ids)])["2"].steps
+    assert engine.stats().num_cached_tokens - before >= 40
+    assert sum(step.num_accepted for step in steps) == sum(step.num_draft for step in steps) > 0
+
+
 @pytest.mark.parametrize("chunk", [8, 512])
 def test_control_forgotten_pages_lose_drafts(chunk, monkeypatch):
     monkeypatch.setattr(deferred_kv.DeferredKV, "release", lambda self, slot, length: None)

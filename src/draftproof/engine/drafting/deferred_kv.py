@@ -46,6 +46,7 @@ class DeferredKV:
         self._page_size = page_size
         self._num_tokens = np.zeros(count, np.int64)
         self._lacks_prefix = np.zeros(count, np.bool_)  # a cached page lacked KV at admission
+        self._first_missing = np.full(count, -1, np.int64)  # position, until that KV is stored
         self._pages: dict[int, list[int]] = {}  # of the request in a slot
         self._incomplete: set[int] = set()  # pages that lack KV
         self._turn = 0  # entry that comes first, where not all can catch up
@@ -65,14 +66,18 @@ class DeferredKV:
         if lacks_prefix or self._lacks_prefix[slot]:
             self._drafting.set_stored(slot, first * self._page_size if lacks_prefix else None)
         self._lacks_prefix[slot], self._pages[slot] = lacks_prefix, pages
+        self._first_missing[slot] = first * self._page_size if lacks_prefix else -1
         self._num_tokens[slot] = (num_cached - first) * self._page_size
 
     def release(self, slot: int, length: int) -> None:
         """Take in that the request in `slot` has ended or was preempted, with `length` tokens."""
         pages, missing = self._pages.pop(slot, ()), int(self._num_tokens[slot])
-        first = (length - missing) // self._page_size if missing else len(pages)
-        self._incomplete.difference_update(pages[: max(0, first)])
-        self._incomplete.update(pages[max(0, first) :])
+        first = int(self._first_missing[slot])
+        if first < 0:
+            first = max(0, length - missing) if missing else len(pages) * self._page_size
+        num_complete = first // self._page_size
+        self._incomplete.difference_update(pages[:num_complete])
+        self._incomplete.update(pages[num_complete:])
         self._num_tokens[slot] = 0
 
     def limit(self, planned: StepPlan, decision: DraftDecision) -> DraftDecision:
@@ -116,6 +121,7 @@ class DeferredKV:
         gets_drafts = decision.drafts > 0 if decision.rounds else np.zeros(len(slots), np.bool_)
         rows = int(missing[gets_drafts].sum())
         self._num_tokens[slots] = np.where(gets_drafts | (missing == 0), 0, missing + added)
+        self._first_missing[slots[gets_drafts]] = -1
         return DraftWork(catch_up_rows=rows)
 
     def catch_up(self, rows: int) -> Callable[[], None]:
