@@ -38,7 +38,7 @@ from draftproof.train.config import write_json
 METHODS = ("ngram", "suffix", "eagle3", "hybrid", "draft_model")
 DRAFT_VOCAB_SIZE = 32000
 WEIGHT_STD = 0.02
-DRAFTS = 4
+NUM_DRAFTS = 4
 
 
 def write_head(target: ModelConfig, folder: Path) -> str:
@@ -98,7 +98,7 @@ def speculative_config(method: str, options: argparse.Namespace, target: str, fo
         "hybrid": {"method": "hybrid", "proposers": [eagle3, {"method": "suffix"}]},
         "draft_model": {"method": "draft_model", "model": str(draft_model), "draft_sampling": "argmax"},
     }
-    return {"num_speculative_tokens": DRAFTS, **chosen.get(method, {"method": method})}
+    return {"num_speculative_tokens": NUM_DRAFTS, **chosen.get(method, {"method": method})}
 
 
 def build(options: argparse.Namespace, folder: Path, target: str, method: str | None) -> LLM:

@@ -31,7 +31,7 @@ class LightCache(FunctionCache):
         return False
 
 
-class Loop(NamedTuple):
+class CompiledLoop(NamedTuple):
     """Compiled loop with the types of its arguments, for compilation before its first call."""
 
     function: Any  # made by `native`
@@ -39,7 +39,7 @@ class Loop(NamedTuple):
 
     @property
     def is_available(self) -> bool:
-        """Return whether the loop is in the disk cache, or there is none to compile it into."""
+        """Return whether the loop is in the disk cache, or whether no disk cache exists."""
         cache = self.function._cache
         return not isinstance(cache, LightCache) or cache.has(self.types)
 

@@ -185,7 +185,7 @@ class DraftSpec(NamedTuple):
     """What a proposer with a model computes after a step; part of the key of captured drafts."""
 
     rounds: int  # drafts of the request that may have most, or a few more
-    stores_kv: bool = True  # of the rows of the step; False: without rounds, and it is stored later
+    runs_model: bool = True  # over the rows of the step; False: without rounds, and KV is stored later
     has_prompts: bool = False  # some entries have chunks, and the proposer treats them differently
     needs_processed: bool = False  # some requests truncate their distribution
     needs_logprobs: bool = False  # the drafter's logprobs are read

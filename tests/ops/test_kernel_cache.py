@@ -98,7 +98,7 @@ import time
 from unittest import mock
 import numba
 import numpy as np
-from draftproof.numba_jit import Loop, native
+from draftproof.numba_jit import CompiledLoop, native
 from draftproof.ops.cpu.jit import parallel_compile
 
 @native()
@@ -109,7 +109,7 @@ def doubled(values):
 def tripled(values):
     return values * 3
 
-LOOPS = [Loop(function, (numba.int64[::1],)) for function in (doubled, tripled)]
+LOOPS = [CompiledLoop(function, (numba.int64[::1],)) for function in (doubled, tripled)]
 CHANGES = {
     "child": {},
     "ends": {"new_symbol_numbers": lambda: sys.exit(1)},

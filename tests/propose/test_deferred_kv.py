@@ -79,6 +79,49 @@ def test_every_right_draft_is_accepted_in_captured_padded_steps(name, rare_draft
     assert num_accepted or rare_drafts == "others"  # a request that runs alone gets none then
 
 
+@pytest.mark.parametrize("kind", ["alone", "prediction", "hybrid"])
+def test_count_of_tokens_without_kv_is_an_upper_bound(kind, monkeypatch):
+    """Compare it with the device where drafts of other sources are verified while the model does not run."""
+    decide, calls = DraftPolicy.decide, []
+
+    def decide_rarely(self: DraftPolicy, slots: Any, *args: Any, **options: Any) -> DraftDecision:
+        calls.append(None)
+        made = decide(self, slots, *args, **options)
+        if len(calls) % PERIOD == 0:
+            return made
+        return made._replace(rounds=0) if kind == "hybrid" else DraftDecision(np.zeros_like(slots))
+
+    monkeypatch.setattr(DraftPolicy, "decide", decide_rarely)
+    model = {"method": "draft_model", "model": heads.itself("llama", "float32")}
+    spec = {"method": "hybrid", "proposers": [model, {"method": "ngram"}]} if kind == "hybrid" else model
+    spec = {**spec, "num_speculative_tokens": 3, "adaptive": False}
+    backend = "padded_ops:PaddedOps" if kind == "hybrid" else "auto"
+    engine = Setup(backend=backend).engine(spec, page_size=8)
+    bias = {5: 100.0} if kind == "hybrid" else None  # one token, which a search finds
+    params = SamplingParams(max_tokens=48, ignore_eos=True, logit_bias=bias)
+    prompts = [heads.tiny.prompt(i, 12 + i) for i in range(4)]
+    requests = [request(i, params, prompt_token_ids=ids) for i, ids in enumerate(prompts)]
+    plain = run(Setup().engine(page_size=8), requests)
+    if kind == "prediction":
+        requests = [replace(one, prediction_ids=plain[one.id].token_ids) for one in requests]
+    device, scheduler = engine.loop.device, engine.loop.scheduler
+    proposer, step, checked = device.drafting.proposer, engine.loop.step, []
+    stored = (proposer.members[0] if kind == "hybrid" else proposer)._stored
+
+    def step_and_compare():
+        results = step()
+        for slot in (each.slot for each in scheduler.running):
+            if not scheduler.mirror.prompt_left[slot]:
+                missing = int(device.slots.columns.length[slot] - stored[slot])
+                checked.append(missing <= device.deferred_kv._num_tokens[slot])
+        return results
+
+    monkeypatch.setattr(engine.loop, "step", step_and_compare)
+    found = run(engine, requests)
+    assert len(checked) > 20 and all(checked)
+    assert [found[i].token_ids for i in found] == [plain[i].token_ids for i in found]
+
+
 @pytest.mark.parametrize("bug", ["one token less", "token", "none"])
 @pytest.mark.parametrize("rare_drafts", ["all"], indirect=True)
 def test_control_defect_in_deferred_kv_loses_drafts(bug, rare_drafts, monkeypatch):
@@ -152,6 +195,19 @@ def test_pages_of_a_request_that_is_aborted_within_its_prompt_still_lack_kv():
     steps = run(engine, [request(2, params, prompt_token_ids=ids)])["2"].steps
     assert engine.stats().num_cached_tokens - before >= 40
     assert sum(step.num_accepted for step in steps) == sum(step.num_draft for step in steps) > 0
+
+
+def test_pages_of_a_request_in_a_failed_step_lack_kv():
+    model = {"method": "draft_model", "model": heads.itself("llama", "float32")}
+    engine = Setup().engine(model, page_size=8)
+    engine.add(request(0, SamplingParams(max_tokens=30, ignore_eos=True), prompt_token_ids=[3] * 20))
+    for _ in range(3):
+        engine.step()
+    kv, (sequence,) = engine.loop.device.deferred_kv, engine.loop.scheduler.running
+    pages = set(sequence.pages)
+    kv.lose(sequence.slot)
+    engine.abort("0")
+    assert pages <= kv._incomplete
 
 
 @pytest.mark.parametrize("chunk", [8, 512])

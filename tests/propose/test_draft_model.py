@@ -133,10 +133,11 @@ def test_warm_up_captures_all_rounds(method):
     assert batch.differences() == []
     assert batch.engine is not None
     captured = batch.engine.loop.device.graphs.captured
-    rounds = {key[3].rounds for key in captured if key.kind == "draft"}
-    defers_kv = batch.engine.loop.device.drafting.defers_kv  # then no step without rounds runs the model
-    assert rounds == ({1, 2, 3} if defers_kv else {0, 1, 2, 3})
-    assert any(key.kind == "catch up" for key in captured) == defers_kv
+    assert {key[3].rounds for key in captured if key.kind == "draft"} == {0, 1, 2, 3}
+    drafting = batch.engine.loop.device.drafting
+    assert any(key.kind == "catch up" for key in captured) == drafting.defers_kv
+    behind_prompts = [key for key in captured if key.kind == "draft" and key[3].has_prompts]
+    assert bool(behind_prompts) == drafting.depends_on_prompts
 
 
 @pytest.mark.parametrize("bug", ["position", "noise", "page", "token", "newest", "chunk"])

@@ -164,7 +164,7 @@ class Loop:
         self.hooks.start(planned.admitted)
         decision, host_processed = DraftDecision(planned.zeros), {}
         if self.hooks.drafts_on_device:
-            decision = self.device.deferred_kv.limit(planned, self._decide(planned.slots, planned.samples))
+            decision = self.device.deferred_kv.plan(planned, self._decide(planned.slots, planned.samples))
         grammar_errors: GrammarErrors = {}
         if scheduler.num_needing_sync:
             grammar_errors = grammar_masks.send_masks(planned, self.slots, self.device, self._mask_thread)

@@ -49,7 +49,7 @@ class Proposer(ABC):
     reports_probs: ClassVar[bool] = False  # samples its drafts and reports their distributions
     stores_kv: ClassVar[bool] = False  # stores KV of its own on the engine's page ids, of drafts too
     graph_safe: ClassVar[bool] = False  # runs without the host between its kernels
-    runs_every_step: ClassVar[bool] = False  # on the device: has a model that sees the rows of every step
+    runs_every_step: ClassVar[bool] = False  # on the device: has a model that runs behind steps
     is_free: ClassVar[bool] = False  # making drafts costs next to nothing; only verifying them does
     model_source: int = -1  # index of the source with a model, if others draft beside it
     extending_source: int = -1  # index of the source that extends drafts of others
@@ -144,7 +144,7 @@ class DeviceProposer(Proposer):
     def draft(self, batch: DeviceBatch) -> Draft:
         """Return drafts for every entry of the batch; drafts beyond the budget are cut off.
 
-        With `runs_every_step` it is called after every step, also without any budget. The features are then
+        With `runs_every_step` it is called after every step that the model runs behind. The features are then
         the last hidden rows (`needs_hidden`, after the norm) and those of its `taps`, side by side.
         """
 
@@ -156,9 +156,9 @@ class DeviceProposer(Proposer):
         raise TypeError(f"{type(self).__name__} defers no KV")
 
     def catch_up(self, columns: SlotColumns, slots: Tensor, num_rows: int) -> None:
-        """Store the KV of at most `num_rows` tokens that the slots lack; with `defers_kv`.
+        """Store the KV of at most `num_rows` tokens that the slots lack, in their order; with `defers_kv`.
 
-        The KV of a newest token is left out, and slots of -1 are. It is called again where they lack more.
+        Skip the newest token of each slot, and slots of -1.
         """
         raise TypeError(f"{type(self).__name__} defers no KV")
 

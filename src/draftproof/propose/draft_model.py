@@ -4,8 +4,8 @@ After a step with drafts or prompts it computes what the step committed, the new
 of a prompt, or the tokens that a window committed. KV of rejected drafts is overwritten. The newest token's
 row gives the first draft; each further draft takes a round of one row per entry.
 
-After other steps it does not run: a model whose drafts do not help costs nothing then. `catch_up` stores the
-KV of their tokens when a request gets drafts again.
+The model does not run after other steps, so a model without accepted drafts costs almost nothing. `catch_up`
+stores the KV of their tokens when a request gets drafts again.
 """
 
 from __future__ import annotations
@@ -76,9 +76,8 @@ class DraftModelProposer(ModelProposer):
         # written to the last line.
         shape, device = (env.num_slots + 1,), env.ops.device
         self._stored = torch.full(shape, env.max_len, dtype=torch.int64, device=device)
-        self._lacks_prefix = torch.zeros(
-            shape, dtype=torch.bool, device=device
-        )  # prompt rows have no KV then
+        # [S + 1] whether cached pages lack KV: rows of the prompt are not stored before `catch_up`
+        self._lacks_prefix = torch.zeros(shape, dtype=torch.bool, device=device)
         self._no_drafts = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
 
     @classmethod
@@ -114,7 +113,7 @@ class DraftModelProposer(ModelProposer):
         """Compute what the step committed, then run the rounds."""
         assert batch.spec is not None
         runner, count = self.runner, batch.spec.rounds
-        if not batch.spec.stores_kv:
+        if not batch.spec.runs_model:
             self.num_rounds_run = 0
             return Draft(batch.columns.draft[: len(batch.slots)], self._no_drafts[: len(batch.slots)])
         rows, last = self._committed_rows(batch)

@@ -191,7 +191,7 @@ class DraftRounds:
 
 
 class ModelProposer(DeviceProposer):
-    """Proposer whose model runs behind every step and stores KV on the engine's pages."""
+    """Proposer whose model runs behind steps and stores KV on the engine's pages."""
 
     runs_every_step = True
     stores_kv = True

@@ -1,8 +1,8 @@
-"""KV that a draft model stores later, because it does not run behind steps without drafts and prompts.
+"""KV that a draft model stores later, because it does not run behind steps with neither drafts nor prompts.
 
-The tokens without KV are counted from above: how many tokens a step commits is not known when the next steps
-are planned, so each step counts with all of its rows. Pages that a request leaves in the prefix cache may
-lack KV. A later request that shares such a page stores the KV from there on before its first drafts.
+The number of tokens without KV is an upper bound: how many tokens a step commits is not known when the next
+steps are planned, so each step counts with all of its rows. Pages that a request leaves in the prefix cache
+may lack KV. A later request that shares such a page stores the KV from there on before its first drafts.
 """
 
 from __future__ import annotations
@@ -20,39 +20,38 @@ from draftproof.engine.drafting.policy import DraftDecision
 from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
 from draftproof.ops import GraphPool
-from draftproof.types import PlanColumns
 
-CATCH_UP_ROWS = 16  # smallest captured number of tokens
-CATCH_UP_FACTOR = 4  # between captured numbers
-MAX_CATCH_UP_ROWS = 512  # tokens behind a step; further requests get no drafts then
+MIN_CATCH_UP_ROWS = 16  # smallest captured number of rows of a pass
+CATCH_UP_ROWS_FACTOR = 4  # ratio of a captured number of rows to the one before
+MAX_CATCH_UP_ROWS = 1024  # largest number of tokens whose KV is stored behind a step
 
 
 class DraftWork(NamedTuple):
     """Work of a draft model behind a step, besides its rounds."""
 
-    stores_kv: bool = True  # of the rows of the step
+    runs_model: bool = True  # over the rows of the step
     catch_up_rows: int = 0  # at most: tokens of earlier steps whose KV is stored before
 
 
 class DeferredKV:
     """Tokens without KV of the draft model, by slot and by page, and the passes that store their KV."""
 
-    def __init__(
-        self, graphs: GraphCache, drafting: DraftRunner, plan: PlanColumns, max_rows: int, page_size: int
-    ) -> None:
-        """Start without such tokens."""
-        count = len(plan.slots)
-        self._graphs, self._drafting, self._plan, self._max_rows = graphs, drafting, plan, max_rows
-        self._page_size = page_size
+    def __init__(self, graphs: GraphCache, drafting: DraftRunner, max_rows: int, page_size: int) -> None:
+        """Start without such tokens; `max_rows`: of a pass."""
+        count, device = len(drafting.slots.requests), drafting.slots.device
+        self._graphs, self._drafting, self._page_size = graphs, drafting, page_size
+        self._max_rows = min(max_rows, MAX_CATCH_UP_ROWS)
         self._num_tokens = np.zeros(count, np.int64)
         self._lacks_prefix = np.zeros(count, np.bool_)  # a cached page lacked KV at admission
         self._first_missing = np.full(count, -1, np.int64)  # position, until that KV is stored
         self._pages: dict[int, list[int]] = {}  # of the request in a slot
         self._incomplete: set[int] = set()  # pages that lack KV
-        self._turn = 0  # entry that comes first, where not all can catch up
+        self._first_slot = 0  # slot that is served first where not all can catch up
+        self._late_slots = torch.full((count,), -1, dtype=torch.int64, device=device)  # of the next pass
+        self.work = DraftWork()  # behind the step that was planned last
 
     def admit(self, sequence: Sequence) -> None:
-        """Take in an admitted request with its pages; the first of them come from the prefix cache."""
+        """Record an admitted request with its pages; the first of them come from the prefix cache."""
         if not self._drafting.defers_kv:
             return
         slot, pages, num_cached = sequence.slot, sequence.pages, sequence.num_cached // self._page_size
@@ -69,8 +68,12 @@ class DeferredKV:
         self._first_missing[slot] = first * self._page_size if lacks_prefix else -1
         self._num_tokens[slot] = (num_cached - first) * self._page_size
 
+    def lose(self, slot: int) -> None:
+        """Record that KV of the request in `slot` may be missing anywhere: a step with it has failed."""
+        self._first_missing[slot] = 0
+
     def release(self, slot: int, length: int) -> None:
-        """Take in that the request in `slot` has ended or was preempted, with `length` tokens."""
+        """Record that the request in `slot` has ended or was preempted, with `length` tokens."""
         pages, missing = self._pages.pop(slot, ()), int(self._num_tokens[slot])
         first = int(self._first_missing[slot])
         if first < 0:
@@ -80,74 +83,73 @@ class DeferredKV:
         self._incomplete.update(pages[num_complete:])
         self._num_tokens[slot] = 0
 
-    def limit(self, planned: StepPlan, decision: DraftDecision) -> DraftDecision:
-        """Return the decision without drafts of requests whose KV has to wait for a later step.
+    def plan(self, planned: StepPlan, decision: DraftDecision) -> DraftDecision:
+        """Set `work` for a step, count its tokens, and return the drafts that are possible behind it.
 
-        At least one request that lacks KV keeps its drafts; requests come first in turn.
+        The model runs over the rows of a step with prompts or drafts, and stores the KV of requests that lack
+        none. Before it, KV of requests that get drafts is stored, of MAX_CATCH_UP_ROWS tokens at most. Other
+        requests that lack KV get no drafts, unless a search makes drafts too.
         """
-        if not self._drafting.defers_kv or not decision.rounds:
-            return decision
-        drafts, missing = decision.drafts, self._missing(planned)
-        drafts = np.where((planned.chunk > 0) & (missing > 0), 0, drafts)
-        missing = np.where(drafts > 0, missing, 0)
-        if missing.sum() > MAX_CATCH_UP_ROWS:
-            turn = self._turn % len(missing)
-            in_turn = np.roll(missing, -turn)
-            waits = np.roll((in_turn > 0) & (in_turn.cumsum() - in_turn >= MAX_CATCH_UP_ROWS), turn)
-            self._turn = turn + int(np.count_nonzero(~waits))
-            drafts = np.where(waits, 0, drafts)
-        rounds = decision.rounds if np.count_nonzero(drafts) else 0
-        return decision._replace(drafts=drafts, rounds=rounds)
-
-    def _missing(self, planned: StepPlan) -> Ints:
-        """Return the tokens [B] without KV that are not of the step; a prompt's chunks are stored in turn."""
-        is_stored: Bools = (planned.chunk > 0) & ~self._lacks_prefix[planned.slots]
-        missing: Ints = np.where(is_stored, 0, self._num_tokens[planned.slots])
-        return missing
-
-    def advance(self, planned: StepPlan, decision: DraftDecision) -> DraftWork:
-        """Return the work behind a step and count its tokens.
-
-        A model runs behind steps with prompts or drafts. It then stores the KV of requests that lack none,
-        and before it that of requests that get drafts.
-        """
+        self.work = DraftWork()
         if not self._drafting.defers_kv:
-            return DraftWork()
-        slots, added = planned.slots, planned.chunk + 1 + planned.drafts
+            return decision
+        slots, is_prompt, added = planned.slots, planned.chunk > 0, planned.chunk + 1 + planned.drafts
         if not decision.rounds and not planned.has_prompts:
             self._num_tokens[slots] += added
-            return DraftWork(stores_kv=False)
-        missing = self._missing(planned)
-        gets_drafts = decision.drafts > 0 if decision.rounds else np.zeros(len(slots), np.bool_)
-        rows = int(missing[gets_drafts].sum())
-        self._num_tokens[slots] = np.where(gets_drafts | (missing == 0), 0, missing + added)
-        self._first_missing[slots[gets_drafts]] = -1
-        return DraftWork(catch_up_rows=rows)
+            self.work = DraftWork(runs_model=False)
+            return decision
+        # Chunks of a prompt are stored in turn, unless it shares pages without KV.
+        is_stored: Bools = is_prompt & ~self._lacks_prefix[slots]
+        missing: Ints = np.where(is_stored, 0, self._num_tokens[slots])
+        is_late: Bools = (decision.drafts > 0) & (missing > 0)
+        needed = np.where(is_late & ~is_prompt & (decision.rounds > 0), missing + planned.drafts, 0)
+        stored = self._share(slots, needed)
+        catches_up: Bools = (needed > 0) & (stored == needed)
+        if not self._drafting.is_gated:
+            drafts = np.where(is_late & ~catches_up, 0, decision.drafts)
+            rounds = decision.rounds if np.count_nonzero(drafts) else 0
+            decision = decision._replace(drafts=drafts, rounds=rounds)
+        runs_model = decision.rounds > 0 or bool((is_prompt & (missing == 0)).any())
+        is_complete = catches_up | ((missing == 0) & runs_model)
+        self._num_tokens[slots] = np.where(is_complete, 0, missing + added - stored)
+        self._first_missing[slots[catches_up]] = -1
+        self.work = DraftWork(runs_model, int(stored.sum()))
+        return decision
 
-    def catch_up(self, rows: int) -> Callable[[], None]:
-        """Return the call that stores KV of at most `rows` tokens of requests that get drafts."""
-        num_rows = self.size_of(rows)
-        store = self._graphs.get_repeated(self.task(num_rows))
+    def _share(self, slots: Ints, needed: Ints) -> Ints:
+        """Return how many of the `needed` rows [B] each request gets, and send their slots to the device.
 
-        def run() -> None:
-            for _ in range(-(-rows // num_rows)):
-                store()
+        The request that is served first changes from step to step, so that each one is.
+        """
+        if not np.count_nonzero(needed):
+            return needed
+        order = np.argsort((slots - self._first_slot) % len(self._num_tokens))
+        order = order[needed[order] > 0]
+        rows = needed[order]
+        given = np.clip(self._max_rows - (rows.cumsum() - rows), 0, rows)
+        stored = np.zeros_like(needed)
+        stored[order] = given
+        unserved = order[given < rows]
+        self._first_slot = int(slots[unserved[0]]) if len(unserved) else 0
+        padded = np.full(len(self._num_tokens), -1, np.int64)
+        padded[: len(order)] = slots[order]
+        self._drafting.slots.ops.runtime.send(torch.from_numpy(padded), self._late_slots)
+        return stored
 
-        return run
+    def catch_up(self) -> Callable[[], None]:
+        """Return the call that stores the KV of tokens of earlier steps."""
+        return self._graphs.get_repeated(self.task(self.size_of(self.work.catch_up_rows)))
 
     def size_of(self, rows: int) -> int:
-        """Return how many tokens a pass takes; few sizes are captured."""
+        """Return the number of rows of a pass; few numbers are captured."""
         size = rows
         if self._drafting.slots.ops.runtime.asynchronous:
-            size = CATCH_UP_ROWS
+            size = MIN_CATCH_UP_ROWS
             while size < rows:
-                size *= CATCH_UP_FACTOR
+                size *= CATCH_UP_ROWS_FACTOR
         return min(size, self._max_rows)
 
     def task(self, num_rows: int) -> GraphTask[None]:
-        """Return a pass for the requests of the plan that get drafts."""
-        return GraphTask(GraphKey("catch up", num_rows), partial(self._store, num_rows), GraphPool.DRAFT)
-
-    def _store(self, num_rows: int) -> None:
-        plan = self._plan
-        self._drafting.catch_up(torch.where((plan.budget > 0) & (plan.chunk == 0), plan.slots, -1), num_rows)
+        """Return a pass over at most `num_rows` tokens."""
+        function = partial(self._drafting.catch_up, self._late_slots, num_rows)
+        return GraphTask(GraphKey("catch up", num_rows), function, GraphPool.DRAFT)

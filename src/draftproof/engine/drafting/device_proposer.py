@@ -67,7 +67,7 @@ class DraftRunner:
 
     @property
     def runs_every_step(self) -> bool:
-        """Return whether the proposer has a model that runs behind every step."""
+        """Return whether the proposer has a model that runs behind steps."""
         return self.proposer is not None and self.proposer.runs_every_step
 
     @property
@@ -84,6 +84,11 @@ class DraftRunner:
     def defers_kv(self) -> bool:
         """Return whether the model does not run behind steps without drafts and prompts."""
         return self.proposer is not None and self.proposer.defers_kv
+
+    @property
+    def depends_on_prompts(self) -> bool:
+        """Return whether drafts behind a step with prompts are computed in another way."""
+        return self.proposer is not None and self.proposer.depends_on_prompts
 
     @property
     def timed_rounds(self) -> int:
@@ -170,10 +175,10 @@ class DraftRunner:
             needed = (hidden, *tapped) if self.proposer.needs_hidden else tapped
             torch.cat(needed, 1, out=self._features[: len(hidden)])
 
-    def begin_step(self, stores_kv: bool) -> None:
-        """Reset the seconds of drafts before a step; `stores_kv`: the model runs behind it."""
+    def begin_step(self, runs_model: bool) -> None:
+        """Reset the seconds of drafts before a step; `runs_model`: the model runs behind it."""
         self._catch_up_seconds = 0.0
-        if not stores_kv:
+        if not runs_model:
             self._seconds = 0.0
 
     def spec(
@@ -182,7 +187,7 @@ class DraftRunner:
         decision: DraftDecision,
         features: StepFeatures,
         needs_probs: bool,
-        stores_kv: bool,
+        runs_model: bool,
     ) -> DraftSpec:
         """Return what the proposer has to compute behind a step."""
         assert self.proposer is not None
@@ -192,7 +197,7 @@ class DraftRunner:
             self._queued_rounds = rounds
         return DraftSpec(
             rounds,
-            stores_kv,
+            runs_model,
             has_prompts=self.proposer.depends_on_prompts and bool(planned.chunk.any()),
             needs_processed=features.needs_processed,
             needs_logprobs=features.needs_draft_logprobs,
@@ -222,11 +227,14 @@ class DraftRunner:
 
     def set_stored(self, slot: int, count: int | None) -> None:
         """Set how many tokens of the request in `slot` have KV; None: all that come from the prefix cache."""
-        if self.proposer is not None:
-            self.proposer.set_stored(slot, count)
+        try:
+            if self.proposer is not None:
+                self.proposer.set_stored(slot, count)
+        except Exception as error:  # a plug-in may raise anything
+            self.proposer, self.failure = None, error
 
     def catch_up(self, slots: Tensor, num_rows: int) -> None:
-        """Store the KV of at most `num_rows` tokens that the slots lack. `draft` says what a failure does."""
+        """Store the KV of at most `num_rows` tokens. A failure switches the proposer off, as in `draft`."""
         if self.proposer is None:
             return
         begin = time.perf_counter()

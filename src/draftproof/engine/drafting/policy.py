@@ -40,7 +40,7 @@ class DraftDecision(NamedTuple):
     """Drafts to make behind a step."""
 
     drafts: Ints  # [B] at most, per request
-    rounds: int = 0  # of the draft model; 0: it only stores KV
+    rounds: int = 0  # of the draft model; 0: it makes no drafts
     costs: DraftCosts = NO_DRAFT_COSTS
 
 
@@ -249,7 +249,8 @@ class RoundCosts:
         self._clock = clock
         self._last_time = 0.0
         self._tokens = self._seconds = 0.0  # means per step; tokens per request
-        self._store_seconds = self._round_seconds = 0.0  # means: without rounds, and of one round
+        self._store_seconds: float | None = None  # mean without rounds; None: not measured
+        self._round_seconds = 0.0  # mean of one round
 
     def in_tokens(self, requests: int, row_seconds: float) -> DraftCosts:
         """Return the costs in a step of so many requests; zeros until they are known."""
@@ -265,13 +266,15 @@ class RoundCosts:
         """
         now, last = self._clock(), self._last_time
         self._last_time = now
-        seconds = max(0.0, run.seconds - (self._store_seconds or STORE_SHARE * run.seconds))
+        store_seconds = self._store_seconds
+        seconds = run.seconds - (STORE_SHARE * run.seconds if store_seconds is None else store_seconds)
+        seconds = max(0.0, seconds)
         if has_prompts:
             return seconds
         if run.rounds:
             self._round_seconds = _updated(self._round_seconds, seconds / run.rounds)
         else:
-            self._store_seconds = _updated(self._store_seconds, run.seconds)
+            self._store_seconds = _updated(store_seconds or 0.0, run.seconds)
         self._seconds = _updated(self._seconds, now - last)
         self._tokens = _updated(self._tokens, tokens)
         return seconds

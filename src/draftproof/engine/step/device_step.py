@@ -121,7 +121,7 @@ class DeviceStep:
         self.drafting = DraftRunner(proposer, slots, self.max_rows, hidden_row)
         self.graphs = GraphCache(self.ops, self.load_empty_plan, enabled=not enforce_eager)
         self.logprobs = SeparateLogprobs(self.ops, self.graphs, self.drafting)
-        self.deferred_kv = DeferredKV(self.graphs, self.drafting, self.plan, self.max_rows, runner.page_size)
+        self.deferred_kv = DeferredKV(self.graphs, self.drafting, self.max_rows, runner.page_size)
         self._prepared: dict[int, PreparedDecode] = {}  # by the rows of the step
 
     # --- running ------------------------------------------------------------------------------------
@@ -206,17 +206,17 @@ class DeviceStep:
             return do_nothing
         self.drafting.reserve_ranking(features, min(LOGPROB_WIDTHS[-1], self.slots.vocab))
         entries = self.drafting.captured_entries(len(planned.slots), rows)
-        work = self.deferred_kv.advance(planned, decision)
-        self.drafting.begin_step(work.stores_kv)
-        spec = self.drafting.spec(planned, decision, features, needs_probs, work.stores_kv)
-        if not work.stores_kv and not self.drafting.is_gated:
+        work = self.deferred_kv.work
+        self.drafting.begin_step(work.runs_model)
+        spec = self.drafting.spec(planned, decision, features, needs_probs, work.runs_model)
+        if not (work.runs_model or work.catch_up_rows or self.drafting.is_gated):
             return do_nothing
         task = self.draft_task(rows, entries, spec, decision.costs)
         # drafts beside prompts are of many sizes
         draft = self.graphs.get_repeated(task) if planned.has_prompts else self.graphs.get(task)
         if not work.catch_up_rows:
             return draft
-        catch_up = self.deferred_kv.catch_up(work.catch_up_rows)
+        catch_up = self.deferred_kv.catch_up()
         return lambda: (catch_up(), draft())
 
     def put(self, lines: Ints, budget: Ints, draft: Draft) -> None:

@@ -14,8 +14,8 @@ from draftproof.types import DraftSpec, StepFeatures
 
 T = TypeVar("T")
 # decode: a whole step of decoding requests; forward: layout and model of a step with prompts;
-# verify: everything after the forward pass; draft: a proposer's drafts; catch up: KV that it stores before;
-# the last two: the logprob pass of a step, where it is apart from the step
+# verify: everything after the forward pass; draft: a proposer's drafts; catch up: KV that its model stores
+# before; the last two: the logprob pass of a step, where it is apart from the step
 GraphKind = Literal["decode", "forward", "verify", "draft", "catch up", "decode logprobs", "verify logprobs"]
 
 

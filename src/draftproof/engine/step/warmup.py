@@ -26,7 +26,7 @@ CACHE_FLUSH_BYTES = 128 << 20  # more than the cache of any chip
 TOKEN_STRIDE = 7919  # between the tokens of timed rows; a prime
 PROMPT_ROWS = 64, 256  # rows of prompts beside full windows with captured drafts: few entries, more
 LONG_PROMPT_ROWS = 128, 256, 512
-CAPTURED_CATCH_UP_ROWS = 16, 64, 256
+CAPTURED_CATCH_UP_ROWS = 16, 64, 256, 1024
 DraftGraph = tuple[int, int, DraftSpec]  # rows, entries, spec
 
 
@@ -101,9 +101,9 @@ class WarmUp:
             rows = self._ops.runtime.bucket(count * (1 + k))
             entries = runner.captured_entries(count, rows)
             found[count] = self.time_drafts(rows, entries, DraftSpec(runner.timed_rounds))
-            if not runner.defers_kv:
-                storing = self.time_drafts(rows, entries, DraftSpec(0))
-                found[count] = max(0.0, found[count] - storing)
+            if runner.is_gated or not runner.defers_kv:
+                without = self.time_drafts(rows, entries, DraftSpec(0, runs_model=not runner.defers_kv))
+                found[count] = max(0.0, found[count] - without)
         return found
 
     def time_drafts(self, rows: int, entries: int, spec: DraftSpec) -> float:
@@ -150,8 +150,9 @@ def captured_graphs(runner: DraftRunner, sizes: Sequence[int]) -> list[DraftGrap
         low, high = ops.runtime.bucket(count), ops.runtime.bucket(count * (1 + k) + prompt_rows)
         for rows, wanted in product((n for n in sizes if low <= n <= high), range(k + 1)):
             rounds = runner.captured_rounds(count, wanted, rows > full)
-            spec = DraftSpec(rounds, stores_kv=rounds > 0 or not runner.defers_kv)
-            if spec.stores_kv or runner.is_gated:
+            has_prompts = rows > full and runner.depends_on_prompts
+            spec = DraftSpec(rounds, rounds > 0 or has_prompts or not runner.defers_kv, has_prompts)
+            if spec.runs_model or runner.is_gated:
                 found[rows, runner.captured_entries(count, rows), spec] = None
     return list(found)
 

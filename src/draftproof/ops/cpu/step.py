@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftproof import types
-from draftproof.numba_jit import Loop, native
+from draftproof.numba_jit import CompiledLoop, native
 from draftproof.ops.contract.step import StepOps
 from draftproof.ops.contract.types import Layout
 from draftproof.ops.cpu.identity_cache import IdentityCache
@@ -29,7 +29,7 @@ class CpuStep(StepOps):
     """Step ops that read and write tensors in place."""
 
     def __init__(self, compilation: LoopCompilation) -> None:
-        """`compilation`: of `LOOPS`."""
+        """Create the ops; `compilation`: that of `LOOPS`, which a call waits for."""
         self._layout_arrays = IdentityCache(_layout_arrays)
         self._commit_arrays = IdentityCache(_commit_arrays)
         self._compilation = compilation
@@ -178,11 +178,11 @@ def _commit(  # type: ignore[no-untyped-def]
 
 
 _INTS, _TABLE, _FLAGS = numba.int64[::1], numba.int64[:, ::1], numba.boolean[::1]
-LAYOUT = Loop(
+LAYOUT = CompiledLoop(
     _layout,
     (*[_INTS] * 3, _TABLE, *[_INTS] * 4, _TABLE, _INTS, numba.int32[:, ::1], *[_INTS] * 12, numba.int64),
 )
-COMMIT = Loop(
+COMMIT = CompiledLoop(
     _commit,
     (*[_INTS] * 6, _TABLE, *[_INTS] * 6, numba.boolean[:, ::1], _INTS, _FLAGS)
     + (_INTS, _INTS, _TABLE, _INTS, _INTS),

@@ -12,18 +12,20 @@ import signal
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from numba.core.compiler_lock import global_compiler_lock
 
-from draftproof.numba_jit import Loop
+from draftproof.numba_jit import CompiledLoop
 from draftproof.ops.cpu.jit.compile import Kernel, new_symbol_numbers
 
 MAX_PROCESSES = 8
 MAX_GROUPS = 256  # an index in the queue is one byte
 MAX_WAIT_SECONDS = 120.0  # for children after the last group was taken; then they are killed
+MAX_CHILD_SECONDS = 300  # of a child; then it ends, also without its parent
 WAIT_INTERVAL_SECONDS = 0.01
 
 
@@ -57,15 +59,16 @@ def compile_kernels(kernels: Sequence[Kernel]) -> None:
 class LoopCompilation:
     """Compilation of loops in a child process, which ends by itself."""
 
-    def __init__(self, loops: Sequence[Loop]) -> None:
+    def __init__(self, loops: Sequence[CompiledLoop]) -> None:
         """Start a child, if a loop is not in the disk cache and several cores can compile."""
         self._child: int | None = None
         missing = [loop for loop in loops if not loop.is_available] if _num_cores() > 1 else []
         if missing:
             with suppress(OSError):
                 self._child = _fork(lambda: [loop.compile() for loop in missing])
+                weakref.finalize(self, _kill, [self._child])
 
-    def wait_for(self, loop: Loop) -> None:
+    def wait_for(self, loop: CompiledLoop) -> None:
         """Wait until the child has compiled a loop or has ended; the loop is then loaded or compiled here."""
         if self._child is None:
             return
@@ -76,7 +79,7 @@ class LoopCompilation:
                 break
             time.sleep(WAIT_INTERVAL_SECONDS)
         else:
-            if is_running:  # with another loop
+            if is_running:  # the child compiles another loop
                 return
         self._child = None
 
@@ -142,8 +145,9 @@ def _fork(run: Callable[[], object]) -> int:
     if child:
         return child
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
+        signal.alarm(MAX_CHILD_SECONDS)
         new_symbol_numbers()
         run()
     finally:
