@@ -249,7 +249,7 @@ class Meter:
         self.clock = self.spent = self.steps = self.rounds = 0.0
         self._draw = np.random.default_rng(5)
         self._pending: list[tuple[Any, float]] = []
-        drafts = {machine.batch: machine.drafts} if self.drafting.runs_every_step else {}
+        drafts = {machine.batch: machine.drafts} if self.drafting.runs_behind_steps else {}
         model = self.policy._model
         if machine.overlaps and model is not None:
             self.policy._model = model = model._replace(rounds=(k + 1) // 2 if model.is_member else k)
@@ -266,7 +266,7 @@ class Meter:
         self._observe, self.policy.observe = self.policy.observe, self.observe
 
     def _num_rounds(self, planned: Any, decision: Any) -> int:
-        if not self.drafting.runs_every_step or not decision.rounds:
+        if not self.drafting.runs_behind_steps or not decision.rounds:
             return 0
         if not self.machine.overlaps:
             return min(decision.rounds, self.drafting.proposer.num_rounds_run)
@@ -277,7 +277,7 @@ class Meter:
         ran = self._run(planned, decision, *more)
         self._step = planned, self._num_rounds(planned, decision)
         drafts = 0.0
-        if self.drafting.runs_every_step:
+        if self.drafting.runs_behind_steps:
             drafts = self.machine.storing + self.machine.drafts * self._step[1] / self.k
         self._drafts = drafts
         if not planned.has_prompts:

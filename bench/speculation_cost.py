@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.dummy_head import write_dummy_head
 from common.gpu_engine import heat, params_of
 from common.measure import finish
 from common.prompts import chat_prompts
@@ -29,50 +30,13 @@ from common.shapes import SHAPES, write_shape
 from safetensors.torch import save_file
 
 from draftproof import LLM, SamplingParams
-from draftproof.models.config import ModelConfig
-from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
+from draftproof.models.draft_head.config import TargetIdentity
 from draftproof.models.expected_tensors import dummy_tensors
 from draftproof.models.load import load_config
-from draftproof.train.config import write_json
 
 METHODS = ("ngram", "suffix", "eagle3", "hybrid", "draft_model")
 DRAFT_VOCAB_SIZE = 32000
-WEIGHT_STD = 0.02
 NUM_DRAFTS = 4
-
-
-def write_head(target: ModelConfig, folder: Path) -> str:
-    """Write an EAGLE-3 head with random weights and the sizes of public heads; return its folder."""
-    layers = target.num_layers
-    identity = TargetIdentity("", target.hidden_size, target.vocab_size, layers, digest="")
-    config = DraftHeadConfig(
-        kind="eagle3",
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        aux_layers=(2, layers // 2, layers - 3),
-        draft_vocab_size=DRAFT_VOCAB_SIZE,
-        share_lm_head=False,
-        target=identity,
-    )
-    generator = torch.Generator().manual_seed(1)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, shape in config.tensors().items():
-        if name == "d2t":
-            tensors[name] = torch.arange(0, target.vocab_size, target.vocab_size // shape[0])[
-                : shape[0]
-            ].clone()
-        elif "norm" in name:
-            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
-        else:
-            drawn = torch.empty(shape, dtype=torch.bfloat16).normal_(std=WEIGHT_STD, generator=generator)
-            tensors[name] = drawn
-    folder.mkdir()
-    write_json(folder / "config.json", config.to_json())
-    save_file(tensors, folder / "model.safetensors")
-    return str(folder)
 
 
 def write_draft_model(shape: str, folder: Path) -> str:
@@ -88,7 +52,10 @@ def speculative_config(method: str, options: argparse.Namespace, target: str, fo
     """Return the option of an engine; weights of its proposer are written to `folder`."""
     head, draft_model = folder / "head", folder / "draft_model"
     if method in ("eagle3", "hybrid") and not head.exists():
-        write_head(load_config(target)[0], head)
+        config = load_config(target)[0]
+        sizes = config.hidden_size, config.vocab_size, config.num_layers
+        identity = TargetIdentity("", *sizes, digest="")  # dummy weights have none
+        write_dummy_head(config, identity, DRAFT_VOCAB_SIZE, head, share_lm_head=False)
     if method == "draft_model":
         write_draft_model(options.draft_shape, draft_model)
     # With the noise of the target, drafts from flat distributions would often be accepted.

@@ -197,7 +197,7 @@ class DraftSpec(NamedTuple):
 class DeviceBatch:
     """What a graph_safe proposer sees after a commit, with no host between: columns of B entries.
 
-    One that follows the rows (`Proposer.runs_every_step`) is also given the step that was committed.
+    One that follows the rows (`Proposer.runs_behind_steps`) is also given the step that was committed.
     """
 
     columns: SlotColumns

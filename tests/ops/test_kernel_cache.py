@@ -127,6 +127,14 @@ for number, (name, changes) in enumerate(CHANGES.items()):
 VARIANTS = Path(__file__).parents[1] / "support" / "kernel_variants.py"
 
 
+def output_of(folder: Path, source: str) -> list[str]:
+    """Run a script in a new process, with its cache in `folder`; return the lines that it prints."""
+    path = folder / "run.py"
+    path.write_text(source)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
 def twice(x: int) -> int:
     return 2 * x
 
@@ -209,10 +217,7 @@ def test_kernels_of_a_module_are_one_group_unless_there_are_fewer_than_processes
 @pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux only")
 def test_children_compile_the_same_kernels(tmp_path: Path) -> None:
     """Let children compile; end or hang before they have compiled anything; or not start."""
-    path = tmp_path / "run.py"
-    path.write_text(PARALLEL)
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in output_of(tmp_path, PARALLEL)]
     assert [line[0] for line in lines] == ["parallel", "ends", "hangs", "full"]
     for name, compiled_by_children, *rest in lines:
         assert (int(compiled_by_children) > 0) == (name == "parallel")
@@ -223,10 +228,7 @@ def test_children_compile_the_same_kernels(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux only")
 def test_child_compiles_loops(tmp_path: Path) -> None:
     """Let a child compile; end or hang before it has compiled anything; or not start."""
-    path = tmp_path / "run.py"
-    path.write_text(IN_CHILD)
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
+    assert output_of(tmp_path, IN_CHILD) == [
         f"{name}, {[name == 'child'] * 2}, True, [True, True]"
         for name in ("child", "ends", "hangs", "one core")
     ]
@@ -257,8 +259,5 @@ def test_native_loops_compile_without_cache_folder(monkeypatch: pytest.MonkeyPat
 
 def test_cached_loop_runs_without_the_functions_of_the_compiler(tmp_path: Path) -> None:
     """Compile a loop in one process and load it in another."""
-    path = tmp_path / "loop.py"
-    path.write_text(LOOP)
     for is_compiled in ("True", "False"):
-        result = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
-        assert result.stdout.split("\n")[0] == f"[0 2 4] {is_compiled}"
+        assert output_of(tmp_path, LOOP)[0] == f"[0 2 4] {is_compiled}"

@@ -66,7 +66,7 @@ def test_every_right_draft_is_accepted_after_steps_without_drafts(name, rare_dra
 
 
 def test_every_right_draft_is_accepted_where_few_can_catch_up_at_once(rare_drafts, monkeypatch):
-    monkeypatch.setattr(deferred_kv, "MAX_CATCH_UP_ROWS", 4)
+    monkeypatch.setattr(deferred_kv, "CATCH_UP_ROWS", (4,))
     num_accepted, wrong = count_accepted(serve(CASES["sampled"]), True)
     assert num_accepted and not wrong, wrong[:4]
 

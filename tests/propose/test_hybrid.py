@@ -216,7 +216,7 @@ def test_draft_probs_are_those_of_the_selected_member():
 
 def test_capabilities_are_those_of_the_members():
     both = make(HybridProposer, proposers=[NGRAM, SUFFIX])
-    assert both.sources == ("ngram", "suffix") and both.is_free and both.learns and not both.runs_every_step
+    assert both.sources == ("ngram", "suffix") and both.is_free and both.learns and not both.runs_behind_steps
     assert HybridProposer.storage({"proposers": [NGRAM, SUFFIX]}, None, None) == SuffixProposer.storage(
         {}, None, None
     )

@@ -26,8 +26,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # bench/
 
 import argparse
-import json
-import math
 import statistics
 import tempfile
 import time
@@ -37,8 +35,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from common.dummy_head import write_dummy_head
 from common.measure import finish
-from safetensors.torch import save_file
 from torch import Tensor
 
 from draftproof.config import EngineConfig
@@ -47,7 +45,7 @@ from draftproof.engine.sequence import Sequence as EngineRequest
 from draftproof.engine.step.graph_cache import GraphTask
 from draftproof.engine.step.warmup import WarmUp
 from draftproof.models.config import ModelConfig
-from draftproof.models.draft_head.config import DraftHeadConfig, TargetIdentity
+from draftproof.models.draft_head.config import TargetIdentity
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.ops import Ops
 from draftproof.ops.contract.forward import ForwardOps
@@ -84,32 +82,9 @@ def checkpoint(options: argparse.Namespace) -> Checkpoint:
 
 
 def dummy_head(made: Checkpoint, vocab: int, folder: Path) -> str:
-    """Write a head of one layer with the widths of its model, over every (V / vocab)-th id."""
-    model, random = made.config, torch.Generator().manual_seed(1)
-    layers = model.num_layers
-    config = DraftHeadConfig(
-        kind="eagle3",
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        rms_norm_eps=model.norm_eps,
-        rope_theta=model.rope_theta,
-        aux_layers=tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})),
-        draft_vocab_size=min(vocab, model.vocab_size),
-        target=TargetIdentity.from_weights(model, made.tensors),
-    )
-    tensors: dict[str, Tensor] = {}
-    for name, shape in config.tensors().items():
-        tensors[name] = (torch.randn(shape, generator=random) / math.sqrt(shape[-1])).to(torch.bfloat16)
-        if "norm" in name:
-            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
-        if name == "d2t":
-            tensors[name] = torch.arange(shape[0]) * (model.vocab_size // shape[0])
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config.to_json()))
-    return str(folder)
+    """Write a head for the target with `vocab` ids; return its folder."""
+    target = TargetIdentity.from_weights(made.config, made.tensors)
+    return write_dummy_head(made.config, target, vocab, folder)
 
 
 class Decoding:

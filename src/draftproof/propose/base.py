@@ -49,7 +49,7 @@ class Proposer(ABC):
     reports_probs: ClassVar[bool] = False  # samples its drafts and reports their distributions
     stores_kv: ClassVar[bool] = False  # stores KV of its own on the engine's page ids, of drafts too
     graph_safe: ClassVar[bool] = False  # runs without the host between its kernels
-    runs_every_step: ClassVar[bool] = False  # on the device: has a model that runs behind steps
+    runs_behind_steps: ClassVar[bool] = False  # on the device: has a model that runs behind steps
     is_free: ClassVar[bool] = False  # making drafts costs next to nothing; only verifying them does
     model_source: int = -1  # index of the source with a model, if others draft beside it
     extending_source: int = -1  # index of the source that extends drafts of others
@@ -129,7 +129,7 @@ class DeviceProposer(Proposer):
 
     graph_safe = True
     can_extend: ClassVar[bool] = False  # extends drafts of others, and estimates how many are accepted
-    taps: tuple[int, ...] = ()  # layers of the target whose residual rows it needs; with `runs_every_step`
+    taps: tuple[int, ...] = ()  # layers of the target whose residual rows it needs; with `runs_behind_steps`
     depends_on_prompts: ClassVar[bool] = False  # computes something else where a step has prompts
     num_rounds_run: int = 1  # by its model, when it last drafted
     state_tensors: Sequence[Tensor] = ()  # state by slot, restored after drafts of fake requests
@@ -144,8 +144,8 @@ class DeviceProposer(Proposer):
     def draft(self, batch: DeviceBatch) -> Draft:
         """Return drafts for every entry of the batch; drafts beyond the budget are cut off.
 
-        With `runs_every_step` it is called after every step that the model runs behind. The features are then
-        the last hidden rows (`needs_hidden`, after the norm) and those of its `taps`, side by side.
+        With `runs_behind_steps` it is called after every step that the model runs behind. The features are
+        then the last hidden rows (`needs_hidden`, after the norm) and those of its `taps`, side by side.
         """
 
     def set_stored(self, slot: int, count: int | None) -> None:

@@ -78,7 +78,6 @@ class DraftModelProposer(ModelProposer):
         self._stored = torch.full(shape, env.max_len, dtype=torch.int64, device=device)
         # [S + 1] whether cached pages lack KV: rows of the prompt are not stored before `catch_up`
         self._lacks_prefix = torch.zeros(shape, dtype=torch.bool, device=device)
-        self._no_drafts = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
 
     @classmethod
     def storage(
@@ -114,8 +113,7 @@ class DraftModelProposer(ModelProposer):
         assert batch.spec is not None
         runner, count = self.runner, batch.spec.rounds
         if not batch.spec.runs_model:
-            self.num_rounds_run = 0
-            return Draft(batch.columns.draft[: len(batch.slots)], self._no_drafts[: len(batch.slots)])
+            return self.no_draft(batch)
         rows, last = self._committed_rows(batch)
         rounds = self.start_rounds(batch, last)
         hidden, self.num_rounds_run = runner.forward(rows), 0
@@ -192,6 +190,6 @@ class DraftModelProposer(ModelProposer):
         )
 
     def _set_stored(self, slots: Tensor, begin: Tensor, count: Tensor) -> None:
-        """Note that the slots [B] have KV of `count` tokens from `begin` on."""
+        """Record that the slots [B] have KV of `count` tokens from `begin` on."""
         padding = len(self._stored) - 1
         self._stored[torch.where(count > 0, slots, padding)] = begin + count

@@ -193,7 +193,7 @@ class DraftRounds:
 class ModelProposer(DeviceProposer):
     """Proposer whose model runs behind steps and stores KV on the engine's pages."""
 
-    runs_every_step = True
+    runs_behind_steps = True
     stores_kv = True
     reports_probs = True
     respects_budget = True
@@ -208,6 +208,12 @@ class ModelProposer(DeviceProposer):
         self.greedy = bool(sampling == "argmax")
         self.stops_early = not env.ops.runtime.asynchronous
         self.calibration = Calibration(env.num_slots)
+        self._none = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
+
+    def no_draft(self, batch: DeviceBatch) -> Draft:
+        """Return no drafts, without a round."""
+        self.num_rounds_run = 0
+        return Draft(batch.columns.draft[: len(batch.slots)], self._none[: len(batch.slots)])
 
     def start_rounds(self, batch: DeviceBatch, last: Tensor) -> DraftRounds:
         """Plan the rounds behind a step; `last` as in `DraftRounds`."""

@@ -65,7 +65,6 @@ class HeadProposer(ModelProposer):
             self.taps = (target.config.num_layers - 1,)
         layout = config.kv_layout(resolve_kv_dtype(env.kv_cache_dtype, target.dtype))
         self.caches = layout.allocate(env.num_pages, env.page_size, env.ops.device)
-        self._none = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
         capture, rows = env.ops.runtime.capture, env.ops.runtime.bucket(env.max_rows)
         # Features of the target are reduced in the captured pass, or on a device beside a search (`begin`).
         self._reduces_in_pass = not env.ops.runtime.asynchronous
@@ -164,7 +163,7 @@ class HeadProposer(ModelProposer):
             return self._draft_in_chain(self._chain, batch, begun)
         if not batch.spec.rounds:
             self._store(begun[0], begun[2])
-            return self._no_draft(batch)
+            return self.no_draft(batch)
         ops, model, (rows, last, feature) = self.env.ops, self.model, begun
         rounds = self.start_rounds(batch, last)
         at: Tensor | None = last  # [B] row of each entry's first draft
@@ -186,7 +185,7 @@ class HeadProposer(ModelProposer):
         rows, last, feature = begun
         row, behind = chain.run_step(rows, last, feature)
         if not batch.spec.rounds:
-            return self._no_draft(batch)
+            return self.no_draft(batch)
         rounds, made = self.start_rounds(batch, last), ChainRows(row[:0], last[:0] >= 0)
         for j in range(batch.spec.rounds):
             model = self.models[chain.layer_of(j)]
@@ -200,10 +199,6 @@ class HeadProposer(ModelProposer):
             if not rounds.should_continue(j):
                 break
         return rounds.draft()
-
-    def _no_draft(self, batch: DeviceBatch) -> Draft:
-        self.num_rounds_run = 0
-        return Draft(batch.columns.draft[: len(batch.slots)], self._none[: len(batch.slots)])
 
     def _sample(
         self, rounds: DraftRounds, j: int, model: DraftHeadModel, row: Tensor, at: Tensor | None

@@ -56,7 +56,7 @@ class HybridProposer(DeviceProposer):
         members = _parse_members(self.options)
         self.members = [member.kind(env, member.options) for member in members]
         self.limits = [member.limit or env.k for member in members]
-        models = [member for member in self.members if member.runs_every_step]
+        models = [member for member in self.members if member.runs_behind_steps]
         if len(models) > 1:
             raise ConfigError("hybrid: one of its proposers may have a model of its own, not several")
         # capabilities are class attributes of other proposers, but depend on the members here
@@ -70,7 +70,7 @@ class HybridProposer(DeviceProposer):
             self.__dict__.update(set_stored=models[0].set_stored, catch_up=models[0].catch_up)
         self.entries = models[0].entries if models else ()
         has_others = len(self.members) > len(models)
-        self.model_source = _first(member.runs_every_step and has_others for member in self.members)
+        self.model_source = _first(member.runs_behind_steps and has_others for member in self.members)
         self.extending_source = _first(member.can_extend for member in self.members)
 
         def zeros(*shape: int) -> Tensor:
@@ -322,7 +322,7 @@ _ANY_MEMBER = (
     "needs_hidden",
     "reports_probs",
     "stores_kv",
-    "runs_every_step",
+    "runs_behind_steps",
     "learns",
     "depends_on_prompts",
     "defers_kv",

@@ -106,7 +106,7 @@ def build_proposer(config: SpeculativeConfig, env: ProposerEnv) -> Proposer:
 
 
 def _check_needs_no_model(method: str, proposer: Proposer | type[Proposer]) -> None:
-    if proposer.needs_hidden or proposer.stores_kv or proposer.runs_every_step:
+    if proposer.needs_hidden or proposer.stores_kv or proposer.runs_behind_steps:
         raise ConfigError(
             f"method {method!r} drafts with a model of its own, from the target's rows, which records do not "
             "hold. Measure it in a run, with `draftproof generate --compare`"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,26 +20,18 @@ from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.step.graph_cache import GraphCache, GraphKey, GraphTask
 from draftproof.ops import GraphPool
 
-MIN_CATCH_UP_ROWS = 16  # smallest captured number of rows of a pass
-CATCH_UP_ROWS_FACTOR = 4  # ratio of a captured number of rows to the one before
-MAX_CATCH_UP_ROWS = 1024  # largest number of tokens whose KV is stored behind a step
-
-
-class DraftWork(NamedTuple):
-    """Work of a draft model behind a step, besides its rounds."""
-
-    runs_model: bool = True  # over the rows of the step
-    catch_up_rows: int = 0  # at most: tokens of earlier steps whose KV is stored before
+# Numbers of rows of a pass that are captured; the largest is also the limit of a step.
+CATCH_UP_ROWS = (16, 64, 256, 1024)
 
 
 class DeferredKV:
     """Tokens without KV of the draft model, by slot and by page, and the passes that store their KV."""
 
     def __init__(self, graphs: GraphCache, drafting: DraftRunner, max_rows: int, page_size: int) -> None:
-        """Start without such tokens; `max_rows`: of a pass."""
+        """Start without such tokens; `max_rows`: of a pass of the model."""
         count, device = len(drafting.slots.requests), drafting.slots.device
         self._graphs, self._drafting, self._page_size = graphs, drafting, page_size
-        self._max_rows = min(max_rows, MAX_CATCH_UP_ROWS)
+        self.sizes = sorted({min(rows, max_rows) for rows in CATCH_UP_ROWS})  # rows of a pass
         self._num_tokens = np.zeros(count, np.int64)
         self._lacks_prefix = np.zeros(count, np.bool_)  # a cached page lacked KV at admission
         self._first_missing = np.full(count, -1, np.int64)  # position, until that KV is stored
@@ -48,7 +39,6 @@ class DeferredKV:
         self._incomplete: set[int] = set()  # pages that lack KV
         self._first_slot = 0  # slot that is served first where not all can catch up
         self._late_slots = torch.full((count,), -1, dtype=torch.int64, device=device)  # of the next pass
-        self.work = DraftWork()  # behind the step that was planned last
 
     def admit(self, sequence: Sequence) -> None:
         """Record an admitted request with its pages; the first of them come from the prefix cache."""
@@ -74,6 +64,8 @@ class DeferredKV:
 
     def release(self, slot: int, length: int) -> None:
         """Record that the request in `slot` has ended or was preempted, with `length` tokens."""
+        if not self._drafting.defers_kv:
+            return
         pages, missing = self._pages.pop(slot, ()), int(self._num_tokens[slot])
         first = int(self._first_missing[slot])
         if first < 0:
@@ -84,20 +76,18 @@ class DeferredKV:
         self._num_tokens[slot] = 0
 
     def plan(self, planned: StepPlan, decision: DraftDecision) -> DraftDecision:
-        """Set `work` for a step, count its tokens, and return the drafts that are possible behind it.
+        """Count the tokens of a step, and return the drafts and the other work that are possible behind it.
 
         The model runs over the rows of a step with prompts or drafts, and stores the KV of requests that lack
-        none. Before it, KV of requests that get drafts is stored, of MAX_CATCH_UP_ROWS tokens at most. Other
+        none. Before it, KV of requests that get drafts is stored, of a limited number of tokens. Other
         requests that lack KV get no drafts, unless a search makes drafts too.
         """
-        self.work = DraftWork()
         if not self._drafting.defers_kv:
             return decision
         slots, is_prompt, added = planned.slots, planned.chunk > 0, planned.chunk + 1 + planned.drafts
         if not decision.rounds and not planned.has_prompts:
             self._num_tokens[slots] += added
-            self.work = DraftWork(runs_model=False)
-            return decision
+            return decision._replace(runs_model=False)
         # Chunks of a prompt are stored in turn, unless it shares pages without KV.
         is_stored: Bools = is_prompt & ~self._lacks_prefix[slots]
         missing: Ints = np.where(is_stored, 0, self._num_tokens[slots])
@@ -113,8 +103,7 @@ class DeferredKV:
         is_complete = catches_up | ((missing == 0) & runs_model)
         self._num_tokens[slots] = np.where(is_complete, 0, missing + added - stored)
         self._first_missing[slots[catches_up]] = -1
-        self.work = DraftWork(runs_model, int(stored.sum()))
-        return decision
+        return decision._replace(runs_model=runs_model, catch_up_rows=int(stored.sum()))
 
     def _share(self, slots: Ints, needed: Ints) -> Ints:
         """Return how many of the `needed` rows [B] each request gets, and send their slots to the device.
@@ -126,7 +115,7 @@ class DeferredKV:
         order = np.argsort((slots - self._first_slot) % len(self._num_tokens))
         order = order[needed[order] > 0]
         rows = needed[order]
-        given = np.clip(self._max_rows - (rows.cumsum() - rows), 0, rows)
+        given = np.clip(self.sizes[-1] - (rows.cumsum() - rows), 0, rows)
         stored = np.zeros_like(needed)
         stored[order] = given
         unserved = order[given < rows]
@@ -136,18 +125,11 @@ class DeferredKV:
         self._drafting.slots.ops.runtime.send(torch.from_numpy(padded), self._late_slots)
         return stored
 
-    def catch_up(self) -> Callable[[], None]:
-        """Return the call that stores the KV of tokens of earlier steps."""
-        return self._graphs.get_repeated(self.task(self.size_of(self.work.catch_up_rows)))
-
-    def size_of(self, rows: int) -> int:
-        """Return the number of rows of a pass; few numbers are captured."""
-        size = rows
+    def catch_up(self, rows: int) -> Callable[[], None]:
+        """Return the call that stores the KV of `rows` tokens of earlier steps."""
         if self._drafting.slots.ops.runtime.asynchronous:
-            size = MIN_CATCH_UP_ROWS
-            while size < rows:
-                size *= CATCH_UP_ROWS_FACTOR
-        return min(size, self._max_rows)
+            rows = next(size for size in self.sizes if rows <= size)
+        return self._graphs.get(self.task(rows))
 
     def task(self, num_rows: int) -> GraphTask[None]:
         """Return a pass over at most `num_rows` tokens."""

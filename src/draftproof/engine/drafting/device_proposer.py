@@ -1,7 +1,7 @@
 """Runs a device proposer: its input after a commit, and where its drafts are stored.
 
 A proposer that reads committed tokens alone drafts at the end of the step. One with a model of its own
-(`runs_every_step`) drafts behind the step, from the step's rows and their features, in a graph of its own.
+(`runs_behind_steps`) drafts behind the step, from the step's rows and their features, in a graph of its own.
 Graphs are kept by rows, entries and `DraftSpec`; `step/warmup` captures and times them at start-up.
 """
 
@@ -53,27 +53,26 @@ class DraftRunner:
         self.reports_probs = proposer is not None and proposer.reports_probs
         self.slots = slots
         self._queued_rounds = 0  # behind the last step, where it is not waited for
-        self._seconds = 0.0  # of the last drafts, where they are waited for
-        self._catch_up_seconds = 0.0  # of KV that was stored since, before the next drafts
+        self._seconds = 0.0  # of the model behind the last step, where it is waited for
         self._probs: Tensor | None = None  # [S + 1, K, V]; padding writes to the last line
         self._slot_probs: Tensor | None = None  # [S, K, V] of it
         self._ranking: DraftRanking | None = None  # [S + 1, K]; padding writes to the last line
         self.match_lengths = np.zeros(len(slots.requests) + 1, np.int64)  # padding writes to the last one
         count = 0
-        if self.proposer is not None and self.proposer.runs_every_step:
+        if self.proposer is not None and self.proposer.runs_behind_steps:
             count = self.proposer.needs_hidden + len(self.proposer.taps)
         size = (max_rows, count * hidden_row.shape[-1])
         self._features = hidden_row.new_zeros(size) if count else None
 
     @property
-    def runs_every_step(self) -> bool:
+    def runs_behind_steps(self) -> bool:
         """Return whether the proposer has a model that runs behind steps."""
-        return self.proposer is not None and self.proposer.runs_every_step
+        return self.proposer is not None and self.proposer.runs_behind_steps
 
     @property
     def drafts_in_step(self) -> bool:
         """Return whether drafts are made at the end of the step, from committed tokens alone."""
-        return self.proposer is not None and not self.proposer.runs_every_step
+        return self.proposer is not None and not self.proposer.runs_behind_steps
 
     @property
     def is_gated(self) -> bool:
@@ -106,7 +105,7 @@ class DraftRunner:
 
     def last_run(self, num_requests: int, decision: DraftDecision) -> DraftRun:
         """Return what the draft model did behind the last step."""
-        if not self.runs_every_step:
+        if not self.runs_behind_steps:
             return DraftRun()
         asynchronous = self.slots.ops.runtime.asynchronous
         rounds = self._queued_rounds
@@ -150,7 +149,7 @@ class DraftRunner:
 
     def reserve_ranking(self, features: StepFeatures, max_top: int) -> None:
         """Allocate ranks and likeliest tokens of drafts before the first step that reports them."""
-        if self._ranking is None and features.needs_draft_logprobs and self.runs_every_step:
+        if self._ranking is None and features.needs_draft_logprobs and self.runs_behind_steps:
             lines, device = len(self.slots.requests) + 1, self.slots.device
             ids = torch.zeros((lines, self.k, max_top), dtype=torch.int64, device=device)
             ranks = torch.zeros((lines, self.k), dtype=torch.int64, device=device)
@@ -175,19 +174,12 @@ class DraftRunner:
             needed = (hidden, *tapped) if self.proposer.needs_hidden else tapped
             torch.cat(needed, 1, out=self._features[: len(hidden)])
 
-    def begin_step(self, runs_model: bool) -> None:
-        """Reset the seconds of drafts before a step; `runs_model`: the model runs behind it."""
-        self._catch_up_seconds = 0.0
-        if not runs_model:
-            self._seconds = 0.0
+    def begin_step(self) -> None:
+        """Reset the seconds of the model before a step."""
+        self._seconds = 0.0
 
     def spec(
-        self,
-        planned: StepPlan,
-        decision: DraftDecision,
-        features: StepFeatures,
-        needs_probs: bool,
-        runs_model: bool,
+        self, planned: StepPlan, decision: DraftDecision, features: StepFeatures, needs_probs: bool
     ) -> DraftSpec:
         """Return what the proposer has to compute behind a step."""
         assert self.proposer is not None
@@ -197,7 +189,7 @@ class DraftRunner:
             self._queued_rounds = rounds
         return DraftSpec(
             rounds,
-            runs_model,
+            decision.runs_model,
             has_prompts=self.proposer.depends_on_prompts and bool(planned.chunk.any()),
             needs_processed=features.needs_processed,
             needs_logprobs=features.needs_draft_logprobs,
@@ -242,7 +234,7 @@ class DraftRunner:
             self.proposer.catch_up(self.slots.columns, slots, num_rows)
         except Exception as error:  # a plug-in may raise anything
             self.proposer, self.failure = None, error
-        self._catch_up_seconds += time.perf_counter() - begin
+        self._seconds += time.perf_counter() - begin
 
     def draft(
         self,
@@ -273,7 +265,7 @@ class DraftRunner:
             self.proposer, self.failure = None, error
             columns.num_draft.zero_()
         if not self.slots.ops.runtime.asynchronous:
-            self._seconds = self._catch_up_seconds + time.perf_counter() - begin
+            self._seconds += time.perf_counter() - begin
 
     def set_proposer(self, proposer: DeviceProposer | None, failure: Exception | None = None) -> None:
         """Replace the proposer; None: make no drafts, because of the failure."""

@@ -42,6 +42,8 @@ class DraftDecision(NamedTuple):
     drafts: Ints  # [B] at most, per request
     rounds: int = 0  # of the draft model; 0: it makes no drafts
     costs: DraftCosts = NO_DRAFT_COSTS
+    runs_model: bool = True  # over the rows of the step, which stores their KV
+    catch_up_rows: int = 0  # tokens of earlier steps, at most, whose KV the model stores before
 
 
 class DraftRun(NamedTuple):
@@ -74,7 +76,7 @@ class DraftModel(NamedTuple):
     @classmethod
     def of_proposer(cls, proposer: Proposer | None, k: int, asynchronous: bool) -> DraftModel | None:
         """Return the draft model of a proposer, if it has one."""
-        if proposer is None or not proposer.runs_every_step:
+        if proposer is None or not proposer.runs_behind_steps:
             return None
         is_member = proposer.model_source >= 0
         is_extended = is_member and proposer.extending_source >= 0

@@ -202,21 +202,20 @@ class DeviceStep:
     ) -> Callable[[], object]:
         """Return the call that makes drafts behind the step, for a proposer with a model of its own."""
         needs_probs = self.drafting.needs_probs(features, self.sampler.strategies)
-        if not self.drafting.runs_every_step:
+        if not self.drafting.runs_behind_steps:
             return do_nothing
         self.drafting.reserve_ranking(features, min(LOGPROB_WIDTHS[-1], self.slots.vocab))
         entries = self.drafting.captured_entries(len(planned.slots), rows)
-        work = self.deferred_kv.work
-        self.drafting.begin_step(work.runs_model)
-        spec = self.drafting.spec(planned, decision, features, needs_probs, work.runs_model)
-        if not (work.runs_model or work.catch_up_rows or self.drafting.is_gated):
+        self.drafting.begin_step()
+        spec = self.drafting.spec(planned, decision, features, needs_probs)
+        if not (decision.runs_model or decision.catch_up_rows or self.drafting.is_gated):
             return do_nothing
         task = self.draft_task(rows, entries, spec, decision.costs)
         # drafts beside prompts are of many sizes
         draft = self.graphs.get_repeated(task) if planned.has_prompts else self.graphs.get(task)
-        if not work.catch_up_rows:
+        if not decision.catch_up_rows:
             return draft
-        catch_up = self.deferred_kv.catch_up()
+        catch_up = self.deferred_kv.catch_up(decision.catch_up_rows)
         return lambda: (catch_up(), draft())
 
     def put(self, lines: Ints, budget: Ints, draft: Draft) -> None:
@@ -286,7 +285,7 @@ class DeviceStep:
         with all their drafts, so a step never needs another pass than the one captured for its size.
         """
         gathers = 0 < self.ops.forward.gather_last_layer_from_rows <= rows and 2 * self.max_logits <= rows
-        return self.max_logits if gathers and not self.drafting.runs_every_step else 0
+        return self.max_logits if gathers and not self.drafting.runs_behind_steps else 0
 
     def _forward(self, size: int, output_rows: int = 0) -> Tensor:
         """Return hidden rows [size, hidden]; with `output_rows`, of the logits rows [output_rows, hidden]."""
@@ -329,7 +328,7 @@ class DeviceStep:
         self.ops.step.commit(self.plan, windows, sampled.choice, sampled.bad, outcome)
 
         write = logprob_pass(self.ops, features, logits, sampled.processed, windows, outcome, packed)
-        if self.drafting.runs_every_step:  # the pass runs beside the drafts behind the step
+        if self.drafting.runs_behind_steps:  # the pass runs beside the drafts behind the step
             _pack_drafts(packed, features, windows, self.drafting)
             return StepTensors(windows, outcome, logits, sampled, packed, write)
         logprobs = self.drafting.run_parallel(write, features)

@@ -98,7 +98,7 @@ class SeparateLogprobs:
 
     def _is_apart(self, step: GraphKey) -> bool:
         """Return whether the logprob pass of a step is a graph of its own."""
-        if not self._drafting.runs_every_step:
+        if not self._drafting.runs_behind_steps:
             return False
         features = step.variant
         has_logprobs = isinstance(features, StepFeatures) and features.has_logprobs

@@ -26,7 +26,6 @@ CACHE_FLUSH_BYTES = 128 << 20  # more than the cache of any chip
 TOKEN_STRIDE = 7919  # between the tokens of timed rows; a prime
 PROMPT_ROWS = 64, 256  # rows of prompts beside full windows with captured drafts: few entries, more
 LONG_PROMPT_ROWS = 128, 256, 512
-CAPTURED_CATCH_UP_ROWS = 16, 64, 256, 1024
 DraftGraph = tuple[int, int, DraftSpec]  # rows, entries, spec
 
 
@@ -58,8 +57,7 @@ class WarmUp:
             step.draft_task(*size) for size in captured_graphs(self._drafting, sizes)
         ]
         if self._drafting.defers_kv:
-            counts = {step.deferred_kv.size_of(n) for n in CAPTURED_CATCH_UP_ROWS}
-            tasks += [step.deferred_kv.task(count) for count in sorted(counts)]
+            tasks += [step.deferred_kv.task(size) for size in step.deferred_kv.sizes]
         tasks += [step.forward_task(size, step.num_output_rows(size)) for size in sizes]
         for one, size in product(features, decoding):
             tasks += [step.decode_task(size, one), step.verify_task(size, one)]
@@ -93,7 +91,7 @@ class WarmUp:
         """
         self._step.load_empty_plan()
         runner = self._drafting
-        if not runner.runs_every_step or runner.proposer is None:
+        if not runner.runs_behind_steps or runner.proposer is None:
             return {}
         num_slots, k = runner.slots.columns.draft.shape
         found = {}
@@ -144,7 +142,7 @@ def captured_graphs(runner: DraftRunner, sizes: Sequence[int]) -> list[DraftGrap
     """Return the graphs to capture at start-up; one captured later would stall all requests."""
     ops, (num_slots, k) = runner.slots.ops, runner.slots.columns.draft.shape
     found: dict[DraftGraph, None] = {}
-    for count in range(1, num_slots + 1) if runner.runs_every_step else ():
+    for count in range(1, num_slots + 1) if runner.runs_behind_steps else ():
         full = ops.runtime.bucket(count * (1 + k))
         prompt_rows = PROMPT_ROWS[count > MAX_FEW_ENTRIES]
         low, high = ops.runtime.bucket(count), ops.runtime.bucket(count * (1 + k) + prompt_rows)
@@ -160,7 +158,7 @@ def captured_graphs(runner: DraftRunner, sizes: Sequence[int]) -> list[DraftGrap
 def compiled_drafts(runner: DraftRunner, sizes: Sequence[int]) -> list[DraftGraph]:
     """Return drafts beside longer prompts: their kernels are compiled, but not captured."""
     num_slots, k = runner.slots.columns.draft.shape
-    rows = {n for n in sizes if n in (*LONG_PROMPT_ROWS, max(sizes))} if runner.runs_every_step else ()
+    rows = {n for n in sizes if n in (*LONG_PROMPT_ROWS, max(sizes))} if runner.runs_behind_steps else ()
     rounds = dict.fromkeys((0, runner.captured_rounds(1, (k + 1) // 2, True), k))
     return [
         (size, runner.captured_entries(count, size), DraftSpec(number))

@@ -66,22 +66,22 @@ class LoopCompilation:
         if missing:
             with suppress(OSError):
                 self._child = _fork(lambda: [loop.compile() for loop in missing])
-                weakref.finalize(self, _kill, [self._child])
+                self._kill = weakref.finalize(self, _kill, [self._child])
 
     def wait_for(self, loop: CompiledLoop) -> None:
         """Wait until the child has compiled a loop or has ended; the loop is then loaded or compiled here."""
-        if self._child is None:
-            return
-        deadline = time.monotonic() + MAX_WAIT_SECONDS
-        while (is_running := _is_running(self._child)) and not loop.is_available:
-            if time.monotonic() > deadline:
-                _kill([self._child])
-                break
-            time.sleep(WAIT_INTERVAL_SECONDS)
-        else:
-            if is_running:  # the child compiles another loop
+        deadline = time.monotonic() + MAX_WAIT_SECONDS if self._child is not None else 0.0
+        while self._child is not None:
+            if not _is_running(self._child):
+                self._kill.detach()  # the number may be that of another process later
+                self._child = None
+            elif loop.is_available:
                 return
-        self._child = None
+            elif time.monotonic() > deadline:
+                self._kill()
+                self._child = None
+            else:
+                time.sleep(WAIT_INTERVAL_SECONDS)
 
 
 def _wait(children: Sequence[int]) -> None:
