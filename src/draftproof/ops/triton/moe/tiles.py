@@ -19,9 +19,9 @@ from draftproof.ops.triton.kernel_utils import next_power_of_two
 
 MIN_BUCKET_ROWS, MAX_BUCKET_ROWS = 16, 4096  # tiles are selected for powers of two between them
 FEW_ROWS = 4  # up to it every pair of row and expert is a tile: no work list
-# Mean number of pairs of an expert -> rows of a tile. Few rows are bound by the bytes of the weights; a tile
-# with room for more than the mean reads a weight once.
-TILE_ROWS = {6: 16, 20: 32, 64: 64, ANY_ROWS: 128}
+# Mean number of pairs of an expert -> rows of a tile. Experts of real text have very different numbers of
+# pairs; a tile with room for several times the mean reads the weight of most of them once.
+TILE_ROWS = {3: 16, 6: 32, 64: 64, ANY_ROWS: 128}
 MIN_TILE_ROWS = {"fp8": 64, "fp8_block": 64}  # one tensor core instruction for every number of rows
 
 # Rows of a tile -> tiles to measure, the default first; the columns of a gate and up GEMM count twice.
