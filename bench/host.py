@@ -9,7 +9,8 @@ split characters and stop strings; `engine` is the plan and the results of a ste
 Milliseconds: adding a batch with 400 tokens of prompt each, and the work after the last step. Microseconds a
 step (`steps`): all host work from one step to the next while all requests decode, as on a GPU without the
 driver's calls: plain, with n-gram drafts that are rarely (free) or mostly accepted (copy), without logprobs
-and with 0, 5 and 20. `--policy`: in addition the part of `decide` and `observe` of the draft policy in it.
+with 0, 5 and 20, with logprobs of the drafts, and with 8 named ids. `--policy`: in addition the part of
+`decide` and `observe` of the draft policy in it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ from draftproof.types import (
 )
 
 PARTS = ("generate", "engine", "steps")
+STEP_SIDES: dict[str, dict[str, Any]] = {
+    "none": {},
+    **{f"logprobs={top}": {"logprobs": top} for top in (0, 5, 20)},
+    "drafts": {"logprobs": 0, "include_draft_logprobs": True},
+    "named ids": {"logprob_token_ids": list(range(100, 900, 100))},
+}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 VOCAB = 32768
 PROMPT = 400
@@ -251,9 +258,9 @@ def engine_only(llm: LLM, batch: int, tokens: int) -> tuple[float, float, float]
     return added - begin, first - added, done - first
 
 
-def between_steps(llm: LLM, device: FakeDevice, batch: int, top: int | None) -> float:
+def between_steps(llm: LLM, device: FakeDevice, batch: int, side: dict[str, Any]) -> float:
     """Return seconds a step of `LLM.generate` while all requests decode: the fastest 16 in a row."""
-    params = SamplingParams(max_tokens=256, logprobs=top, ignore_eos=True, temperature=0.0)
+    params = SamplingParams(max_tokens=256, ignore_eos=True, temperature=0.0, **side)
     prompts = [{"prompt_token_ids": [3 + (i + j) % 9000 for j in range(50)]} for i in range(batch)]
     jobs = [llm._open_job(llm._new_job(prompt, params)) for prompt in prompts]
     llm._add(deque(jobs))
@@ -315,9 +322,9 @@ def steps(batches: list[int], rounds: int, profile: bool, policy: bool) -> dict[
             llm = build(256, overlap=True, warm_up=False, enable_prefix_caching=False, **options)
             device = FakeDevice(llm.engine, acceptance)
             clock = PolicyClock(llm.engine.loop.policy) if policy else None
-            for top in (None, 0, 5, 20):
-                go = partial(between_steps, llm, device, batch, top)
-                name = f"{kind}, batch {batch}" + ("" if top is None else f", logprobs={top}")
+            for side, changes in STEP_SIDES.items():
+                go = partial(between_steps, llm, device, batch, changes)
+                name = f"{kind}, batch {batch}" + ("" if side == "none" else f", {side}")
                 us[name] = round(1e6 * min(go() for _ in range(rounds + 1)), 1)
                 print(f"{name}: {us[name]} us a step", flush=True)
                 if profile:

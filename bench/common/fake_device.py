@@ -127,8 +127,12 @@ class FakeDevice:
             parts = PackedResults(torch.zeros(1 << 22, dtype=torch.uint8))
             parts.add_table(len(self._length), self.device.buffers.table_width)
             if (top := features.raw_top) >= 0:
-                columns = parts.add_logprobs(LogprobKind.RAW, rows, top)
+                columns = parts.add_logprobs(LogprobKind.RAW, rows, top, features.raw_named)
                 columns.ranks.fill_(1)
                 columns.values.fill_(-1.0)
+            if features.has_raw_drafts:
+                parts.add_draft_targets(LogprobKind.RAW, rows).values.fill_(-1.0)
+                parts.add_copy("draft_tokens", torch.zeros(rows, dtype=torch.int64))
+                parts.add_copy("draft_logprobs", self.device.slots.columns.draft_logprob)
             self._packed[key] = parts.complete()
         return self._packed[key]

@@ -31,7 +31,7 @@ from draftproof.engine.step.device_step import DeviceStep, PendingStep
 from draftproof.engine.step.mask_thread import MaskThread
 from draftproof.engine.step.pooling import pool_rows
 from draftproof.engine.step.queued_logprobs import queue_logprobs, read_logprobs
-from draftproof.engine.step.reported_drafts import draft_columns
+from draftproof.engine.step.reported_drafts import ReportedDrafts
 from draftproof.engine.step.step_features import features_of
 from draftproof.engine.step.step_results import GrammarErrors, HostOutput, StepResults
 from draftproof.errors import DEVICE_ERRORS
@@ -67,6 +67,7 @@ class Loop:
         self.hooks = ProposerHooks(proposer, device, self.predictions, scheduler.mirror.length, debug)
         self.release = RequestRelease(scheduler, slots, self.hooks, self.pending)
         self._mask_thread = MaskThread(grammar_seconds)
+        self._reported_drafts = ReportedDrafts(slots.vocab)
         self._recovery = FaultRecovery(scheduler, device, self.hooks, self.release)
         self.is_paused = False  # steps in flight are read, and none is queued
         self._number = 0  # number of the last queued step
@@ -225,7 +226,7 @@ class Loop:
             has_predictions = len(self.predictions) > 0
             if has_predictions:
                 source = self.predictions.mark_sources(planned.slots, source)
-            drafts = draft_columns(planned, found, source, scheduler.mirror.length, self.slots.vocab)
+            drafts = self._reported_drafts.columns(planned, found, source, scheduler.mirror.length)
             if step.queued_logprobs is not None:
                 from_host = read_logprobs(planned, step.queued_logprobs, found, self.slots.vocab)
             if step.waits and scheduler.num_needing_sync and step.computed is not None:

@@ -8,65 +8,85 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from draftproof.array_types import Floats32, Ints, ragged_indices
-from draftproof.engine.sequence import StepPlan
+from draftproof.array_types import Floats32, Ints
+from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.step.result_buffer import HostResults
 from draftproof.engine.step.step_features import draft_top
 from draftproof.outputs import DraftColumns
-from draftproof.types import FIRST_ROW, NUM_ACCEPTED, NUM_DRAFT, LogprobKind
+from draftproof.types import FIRST_ROW, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, LogprobKind
 
 
-def draft_columns(
-    planned: StepPlan, results: HostResults, source: NDArray[np.int8] | None, lengths: Ints, vocab: int
-) -> DraftColumns | None:
-    """Return the drafts of the requests that report them; None if there are none.
+class ReportedDrafts:
+    """Collector of the drafts of steps; it keeps what the requests of the last step report."""
 
-    source [B, K]: index of each draft's source. lengths [S]: committed tokens before the step.
-    """
-    if results.draft_tokens is None:
-        return None
-    assert results.draft_logprobs is not None
-    table = results.table[: len(planned.slots)]
-    kinds = np.array([sequence.draft_kind for sequence in planned.sequences], np.int64)
-    entries = ((kinds != LogprobKind.NONE) & planned.samples & (table[:, NUM_DRAFT] > 0)).nonzero()[0]
-    if not len(entries):
-        return None
-    counts = table[entries, NUM_DRAFT]
-    owner, place = ragged_indices(counts)  # [D] index into `entries`, and among the drafts of that entry
-    entry = entries[owner]
-    row, slot = table[entry, FIRST_ROW] + place, planned.slots[entry]
-    requests = [planned.requests[b] for b in entries.tolist()]
-    starts = lengths[planned.slots[entries]] - np.array(
-        [len(request.prompt_token_ids) for request in requests]
-    )
-    rank, top_width = np.zeros(len(owner), np.int64), np.zeros(len(owner), np.int64)
-    top_ids: Ints = np.zeros((len(owner), 0), np.int64)
-    top_logprobs: Floats32 = np.zeros((len(owner), 0), np.float32)
-    if results.draft_ranks is not None:
-        assert results.draft_top_ids is not None and results.draft_top_logprobs is not None
-        rank = results.draft_ranks[slot, place]
-        widths = np.array([draft_top(request.params, vocab) for request in requests])
-        top_width = np.where(rank > 0, widths[owner], 0)
-        top_ids, top_logprobs = results.draft_top_ids[slot, place], results.draft_top_logprobs[slot, place]
-    return DraftColumns(
-        entry=entry,
-        token=results.draft_tokens[row],
-        position=starts[owner] + place,
-        source=np.zeros(len(owner), np.int8) if source is None else source[entry, place],
-        accepted=place < table[entry, NUM_ACCEPTED],
-        draft_logprob=results.draft_logprobs[slot, place],
-        target_logprob=_target_logprobs(results, kinds[entry], row),
-        rank=rank,
-        top_width=top_width,
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-    )
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+        self._load([])
 
+    def _load(self, sequences: list[Sequence]) -> None:
+        """Read what the requests of a step report; most steps have the list of the step before."""
+        self._sequences = sequences
+        params = [sequence.request.params for sequence in sequences]
+        self._kinds = np.array([sequence.draft_kind for sequence in sequences], np.int64)
+        self._reports = self._kinds != LogprobKind.NONE
+        self._widths = np.array([draft_top(each, self._vocab) for each in params], np.int64)
+        lengths = [len(sequence.request.prompt_token_ids) for sequence in sequences]
+        self._prompt_lengths = np.array(lengths, np.int64)
+        self._entries = np.arange(len(sequences))
 
-def _target_logprobs(results: HostResults, kinds: Ints, rows: Ints) -> Floats32:
-    """Return the target's logprobs of the drafts at logits rows [D], each of the kind [D] of its request."""
-    found = np.full(len(rows), np.nan, np.float32)
-    for kind, columns in results.draft_targets.items():
-        at = kinds == kind
-        found[at] = columns.values[rows[at], 0]
-    return found
+    def columns(
+        self, planned: StepPlan, results: HostResults, source: NDArray[np.int8] | None, lengths: Ints
+    ) -> DraftColumns | None:
+        """Return the drafts of the requests that report them; None if there are none.
+
+        source [B, K]: index of each draft's source. lengths [S]: committed tokens before the step.
+        """
+        if results.draft_tokens is None:
+            return None
+        assert results.draft_logprobs is not None
+        if planned.sequences is not self._sequences:
+            self._load(planned.sequences)
+        table = results.table[: len(planned.slots)]
+        is_counted = self._reports & planned.samples & (table[:, NUM_OUT] > 0)
+        counts = table[:, NUM_DRAFT] * is_counted
+        entry = self._entries.repeat(counts)
+        if not len(entry):
+            return None
+        place = np.arange(len(entry)) - (counts.cumsum() - counts)[entry]
+        lines, slot = table[entry], planned.slots[entry]
+        row = lines[:, FIRST_ROW] + place
+        rank = top_width = np.zeros(len(entry), np.int64)
+        top_ids, top_logprobs = np.zeros((len(entry), 0), np.int64), np.zeros((len(entry), 0), np.float32)
+        if results.draft_ranks is not None:
+            assert results.draft_top_ids is not None and results.draft_top_logprobs is not None
+            rank = results.draft_ranks[slot, place]
+            if results.draft_top_ids.shape[2]:
+                top_width = self._widths[entry] * (rank > 0)
+                top_ids = results.draft_top_ids[slot, place]
+                top_logprobs = results.draft_top_logprobs[slot, place]
+        return DraftColumns(
+            entry=entry,
+            token=results.draft_tokens[row],
+            position=lengths[slot] - self._prompt_lengths[entry] + place,
+            source=np.zeros(len(entry), np.int8) if source is None else source[entry, place],
+            accepted=place < lines[:, NUM_ACCEPTED],
+            draft_logprob=results.draft_logprobs[slot, place],
+            target_logprob=self._target_logprobs(results, entry, row),
+            rank=rank,
+            top_width=top_width,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+        )
+
+    def _target_logprobs(self, results: HostResults, entry: Ints, row: Ints) -> Floats32:
+        """Return the target's logprobs of the drafts at logits rows [D], each of its request's kind."""
+        targets = results.draft_targets
+        if len(targets) == 1:  # all requests that report drafts have this kind
+            (columns,) = targets.values()
+            values: Floats32 = columns.values[row, 0]
+            return values
+        found = np.full(len(row), np.nan, np.float32)
+        for kind, columns in targets.items():
+            at = self._kinds[entry] == kind
+            found[at] = columns.values[row[at], 0]
+        return found

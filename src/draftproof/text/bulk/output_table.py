@@ -160,7 +160,7 @@ class OutputTable:
             return matched
         if self._num_with_stops:
             table, matched = self._scan_stops(lines, table, finishes)
-        if drafts is not None:
+        if drafts is not None and matched:
             drafts = _counted_drafts(drafts, table)
         tops = [(kind, *_widths(found)) for kind, found in logprobs.items()]
         step_kind = table.shape[1], tops
