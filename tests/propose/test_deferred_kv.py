@@ -172,12 +172,41 @@ def turns(chunk: int, overlap: bool, backend: str = "auto") -> tuple[int, int, i
     return cached, sum(step.num_draft for step in steps), sum(step.num_accepted for step in steps)
 
 
+@pytest.fixture
+def stored_prompts(monkeypatch):
+    """Store prompts with their steps, also those of requests that get no drafts."""
+    monkeypatch.setattr(DraftPolicy, "expects_drafts", lambda self, slot: True)
+
+
 @pytest.mark.parametrize("backend", ["auto", "padded_ops:PaddedOps"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [8, 512])
 def test_cached_pages_without_kv_are_completed(chunk, overlap, backend):
     cached, num_drafts, num_accepted = turns(chunk, overlap, backend)
     assert cached >= 48 and num_drafts == num_accepted > 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "padded_ops:PaddedOps"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [8, 512])
+def test_cached_pages_with_kv_of_the_prompt_alone_are_completed(chunk, overlap, backend, stored_prompts):
+    cached, num_drafts, num_accepted = turns(chunk, overlap, backend)
+    assert cached >= 48 and num_drafts == num_accepted > 0
+
+
+@pytest.mark.parametrize("chunk", [8, 512])
+def test_control_deferred_prompt_that_counts_as_stored_loses_drafts(chunk, monkeypatch):
+    admit = deferred_kv.DeferredKV.admit
+
+    def admit_as_stored(self, sequence, expects_drafts):
+        admit(self, sequence, expects_drafts)
+        self._first_missing[sequence.slot] = -1
+        self._incomplete.difference_update(sequence.pages)
+
+    monkeypatch.setattr(deferred_kv.DeferredKV, "admit", admit_as_stored)
+    monkeypatch.setattr(deferred_kv.DeferredKV, "release", lambda self, slot, length: None)
+    cached, num_drafts, num_accepted = turns(chunk, overlap=False)
+    assert cached >= 48 and num_accepted < num_drafts
 
 
 def test_pages_of_a_request_that_is_aborted_within_its_prompt_still_lack_kv():
@@ -211,7 +240,7 @@ def test_pages_of_a_request_in_a_failed_step_lack_kv():
 
 
 @pytest.mark.parametrize("chunk", [8, 512])
-def test_control_forgotten_pages_lose_drafts(chunk, monkeypatch):
+def test_control_forgotten_pages_lose_drafts(chunk, stored_prompts, monkeypatch):
     monkeypatch.setattr(deferred_kv.DeferredKV, "release", lambda self, slot, length: None)
     cached, num_drafts, num_accepted = turns(chunk, overlap=False)
     assert cached >= 48 and num_accepted < num_drafts
@@ -235,6 +264,8 @@ def test_steps_without_drafts_do_not_run_the_model(method, caching, monkeypatch)
     monkeypatch.setattr(runner, "forward", counted)
     params = SamplingParams(max_tokens=20, ignore_eos=True, speculative={"enabled": False})
     run(engine, [request(0, params, prompt_token_ids=heads.tiny.prompt(0, 12))])
-    assert len(sizes) == 1  # its prompt
-    run(engine, [request(1, params, prompt_token_ids=heads.tiny.prompt(1, 12))])
-    assert sizes[1:] == [13]
+    assert not sizes
+    monkeypatch.setattr(DraftPolicy, "expects_drafts", lambda self, slot: True)
+    for number in (1, 2):
+        run(engine, [request(number, params, prompt_token_ids=heads.tiny.prompt(number, 12))])
+        assert sizes == [13] * number  # the prompt alone

@@ -64,7 +64,8 @@ class Loop:
         self._background_work: Callable[[], object] = lambda: None
         self.pending: deque[PendingStep] = deque()  # oldest first
         self.predictions = PredictionDrafts(scheduler, device, source=len(self.sources) - 1)
-        self.hooks = ProposerHooks(proposer, device, self.predictions, scheduler.mirror.length, debug)
+        lengths = scheduler.mirror.length
+        self.hooks = ProposerHooks(proposer, device, self.predictions, lengths, self.policy, debug)
         self.release = RequestRelease(scheduler, slots, self.hooks, self.pending)
         self._mask_thread = MaskThread(grammar_seconds)
         self._reported_drafts = ReportedDrafts(slots.vocab)

@@ -76,8 +76,8 @@ class DraftModelProposer(ModelProposer):
         # written to the last line.
         shape, device = (env.num_slots + 1,), env.ops.device
         self._stored = torch.full(shape, env.max_len, dtype=torch.int64, device=device)
-        # [S + 1] whether cached pages lack KV: rows of the prompt are not stored before `catch_up`
-        self._lacks_prefix = torch.zeros(shape, dtype=torch.bool, device=device)
+        # [S + 1] whether rows of the prompt are not stored before `catch_up`
+        self._defers_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
 
     @classmethod
     def storage(
@@ -129,7 +129,7 @@ class DraftModelProposer(ModelProposer):
         return rounds.draft()
 
     def set_stored(self, slot: int, count: int | None) -> None:
-        self._lacks_prefix[slot : slot + 1].fill_(count is not None)
+        self._defers_prompt[slot : slot + 1].fill_(count is not None)
         if count is not None:
             self._stored[slot : slot + 1].fill_(count)
 
@@ -152,7 +152,7 @@ class DraftModelProposer(ModelProposer):
         start, line = self._first_positions(batch), slots.clamp(min=0)
         length, computed, stored = columns.length[line], columns.computed[line], self._stored[line]
         end = torch.where(computed == length - 1, length, computed)
-        is_prompt = (chunk > 0) & ~self._lacks_prefix[line]
+        is_prompt = (chunk > 0) & ~self._defers_prompt[line]
         begin = torch.where(is_prompt, start, torch.where(stored < end, stored, start + 1))
         has_rows = (start >= 0) & (is_prompt | ((chunk == 0) & (stored > start)))
         count = torch.where(has_rows, (end - begin).clamp(min=0), 0)

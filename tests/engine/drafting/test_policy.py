@@ -15,7 +15,9 @@ import tiny
 from draftproof.engine.drafting.acceptance_warning import MIN_DRAFTS
 from draftproof.engine.drafting.budget import (
     FIRST_PROBE_LENGTH,
+    MAX_HOLD_STEPS,
     MAX_PROBE_INTERVAL,
+    RARE_PROBE_FACTOR,
     DraftBudget,
     round_counts,
 )
@@ -105,6 +107,21 @@ def test_new_request_is_not_probed_at_once_where_drafts_were_rejected() -> None:
         for slot in steps.slots:
             steps.policy.start(int(slot), K, True)
     assert not steps.step(accepted=0).drafts.any()
+
+
+def test_model_whose_drafts_are_rejected_is_probed_rarely() -> None:
+    """Compare the intervals of a model's probes before and after requests whose drafts were all rejected."""
+    model = DraftModel(0, is_member=False, rounds=K)
+    steps = Steps(STEEP, draft_seconds=1.0, draft_rounds=K, model=model)
+    intervals = []
+    for _ in range(40):
+        drafts = [int(steps.step(accepted=0).drafts.sum()) for _ in range(8 * MAX_PROBE_INTERVAL)]
+        intervals.append(np.diff(np.flatnonzero(drafts)))
+        for slot in steps.slots:
+            steps.policy.start(int(slot), K, True)
+    assert (intervals[0][1:] <= MAX_PROBE_INTERVAL + MAX_HOLD_STEPS).all() and len(intervals[0]) > 4
+    assert not steps.policy.expects_drafts(0)
+    assert (intervals[-1] >= RARE_PROBE_FACTOR * MAX_PROBE_INTERVAL).all()
 
 
 def test_accepted_probe_is_followed_at_once_with_twice_the_length() -> None:

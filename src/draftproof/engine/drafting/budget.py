@@ -7,8 +7,9 @@ model (`step_cost`) the posteriors give the drafts with the highest mean speed o
 a prior of their own: they are accepted far more often than those behind a short one.
 
 A request that gets no drafts would never be observed again, though a free text may turn into a copy. So
-every 8 to 64 steps each such request gets one draft, and after an accepted probe more at once. A new
-request is probed at once unless drafts of earlier requests were almost never accepted.
+every 8 to 64 steps each such request gets one draft, and after an accepted probe more at once. While drafts
+of earlier requests were almost never accepted, a new request is not probed at once, and where a draft model
+makes the drafts, probes are four times as rare: it does not fit the target, whatever the text.
 
 A batch that always gets drafts would never run a step without them, and the cost model could not correct
 the seconds of such a step. So some of the first steps run without drafts, and later one in 32, or one in 128
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftproof.array_types import Floats64, Ints
+from draftproof.array_types import Bools, Floats64, Ints
 from draftproof.engine.drafting import budget_kernels
 from draftproof.engine.drafting.budget_kernels import (
     ASSIGNED,
@@ -36,8 +37,9 @@ from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 DECAY = 0.02  # of a posterior towards the prior, per step
 MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 64  # steps between probes
 FIRST_PROBE_LENGTH = 2  # drafts of a new request's first step with drafts, while such drafts are accepted
-MIN_FIRST_PROBE_RATE = 0.1  # acceptance rate of the prior below which a new request is not probed at once
+MIN_PROMISING_RATE = 0.1  # acceptance rate of the prior below which drafts are almost never accepted
 PROBE_TIME_SHARE = 0.01  # of the time, for probes: it sets the interval between those limits
+RARE_PROBE_FACTOR = 4  # of the interval, where the drafts of a model are almost never accepted
 FIRST_PLAIN_STEPS = 2  # steps without drafts at first, for each number of requests
 FIRST_PLAIN_INTERVAL_STEPS = 4  # between them
 PLAIN_INTERVAL_STEPS = 32  # steps between steps without drafts
@@ -101,14 +103,22 @@ class DraftBudget:
         lines, priors = slice(CLASSES * slot, CLASSES * (slot + 1)), self._posteriors[-CLASSES:]
         self._is_long[slot] = 0
         self._columns[:, lines] = 0
-        is_promising = priors @ RATES > MIN_FIRST_PROBE_RATE
         self._columns[LIMIT, lines] = limit
-        self._columns[PROBE_LENGTH, lines] = np.where(is_promising, FIRST_PROBE_LENGTH, 1)
+        self._columns[PROBE_LENGTH, lines] = np.where(self._are_promising(), FIRST_PROBE_LENGTH, 1)
         self._columns[IS_FIXED, lines] = not adaptive
         self._posteriors[lines] = priors
         self._columns[ASSIGNED, lines] = min(self._new_request_drafts, limit) if adaptive else limit
         if not self._has_drafts:
             self._hold_left = 0
+
+    def _are_promising(self) -> Bools:
+        """Return for each class whether its drafts of earlier requests were accepted now and then."""
+        are_promising: Bools = self._posteriors[-CLASSES:] @ RATES > MIN_PROMISING_RATE
+        return are_promising
+
+    def is_promising(self, slot: int) -> bool:
+        """Return whether the request in `slot` gets drafts: always, or because others had some accepted."""
+        return bool(self._columns[IS_FIXED, CLASSES * slot]) or bool(self._are_promising()[0])
 
     def held(self, slots: Ints) -> Ints | None:
         """Return the drafts of the last decision if it still holds; None: `choose` again.
@@ -215,7 +225,9 @@ class DraftBudget:
         seconds = self._bounded_seconds(num_requests)
         extra = self._bounded_seconds(2 * num_requests) - seconds + draft_cost
         interval = extra / (PROBE_TIME_SHARE * (seconds + self._context))
-        return int(min(max(interval, MIN_PROBE_INTERVAL), MAX_PROBE_INTERVAL))
+        is_rare = draft_cost > 0 and not self._are_promising()[0]
+        factor = RARE_PROBE_FACTOR if is_rare else 1
+        return factor * int(min(max(interval, MIN_PROBE_INTERVAL), MAX_PROBE_INTERVAL))
 
     def _bounded_seconds(self, rows: int) -> float:
         return max(self._cost.row_seconds(rows), self._floor)

@@ -1,5 +1,7 @@
 """KV that a draft model stores later, because it does not run behind steps with neither drafts nor prompts.
 
+Prompts of requests that are not expected to get drafts are stored later too.
+
 The number of tokens without KV is an upper bound: how many tokens a step commits is not known when the next
 steps are planned, so each step counts with all of its rows. Pages that a request leaves in the prefix cache
 may lack KV. A later request that shares such a page stores the KV from there on before its first drafts.
@@ -33,29 +35,32 @@ class DeferredKV:
         self._graphs, self._drafting, self._page_size = graphs, drafting, page_size
         self.sizes = sorted({min(rows, max_rows) for rows in CATCH_UP_ROWS})  # rows of a pass
         self._num_tokens = np.zeros(count, np.int64)
-        self._lacks_prefix = np.zeros(count, np.bool_)  # a cached page lacked KV at admission
+        self._defers_prompt = np.zeros(count, np.bool_)  # the prompt has no KV before `catch_up`
         self._first_missing = np.full(count, -1, np.int64)  # position, until that KV is stored
         self._pages: dict[int, list[int]] = {}  # of the request in a slot
         self._incomplete: set[int] = set()  # pages that lack KV
         self._first_slot = 0  # slot that is served first where not all can catch up
         self._late_slots = torch.full((count,), -1, dtype=torch.int64, device=device)  # of the next pass
 
-    def admit(self, sequence: Sequence) -> None:
-        """Record an admitted request with its pages; the first of them come from the prefix cache."""
+    def admit(self, sequence: Sequence, expects_drafts: bool) -> None:
+        """Record an admitted request with its pages; the first of them come from the prefix cache.
+
+        Its prompt is stored step by step if it is expected to get drafts and no cached page lacks KV.
+        """
         if not self._drafting.defers_kv:
             return
         slot, pages, num_cached = sequence.slot, sequence.pages, sequence.num_cached // self._page_size
         found = (i for i, page in enumerate(pages[:num_cached]) if page in self._incomplete)
         first = next(found, num_cached)
-        lacks_prefix = first < num_cached
-        if lacks_prefix:
+        defers = first < num_cached or not expects_drafts
+        if defers:
             self._incomplete.update(pages[first:])
         else:
             self._incomplete.difference_update(pages[first:])
-        if lacks_prefix or self._lacks_prefix[slot]:
-            self._drafting.set_stored(slot, first * self._page_size if lacks_prefix else None)
-        self._lacks_prefix[slot], self._pages[slot] = lacks_prefix, pages
-        self._first_missing[slot] = first * self._page_size if lacks_prefix else -1
+        if defers or self._defers_prompt[slot]:
+            self._drafting.set_stored(slot, first * self._page_size if defers else None)
+        self._defers_prompt[slot], self._pages[slot] = defers, pages
+        self._first_missing[slot] = first * self._page_size if defers else -1
         self._num_tokens[slot] = (num_cached - first) * self._page_size
 
     def lose(self, slot: int) -> None:
@@ -88,10 +93,10 @@ class DeferredKV:
         if not decision.rounds and not planned.has_prompts:
             self._num_tokens[slots] += added
             return decision._replace(runs_model=False)
-        # Chunks of a prompt are stored in turn, unless it shares pages without KV.
-        is_stored: Bools = is_prompt & ~self._lacks_prefix[slots]
+        is_stored: Bools = is_prompt & ~self._defers_prompt[slots]
+        is_deferred: Bools = is_prompt & self._defers_prompt[slots]
         missing: Ints = np.where(is_stored, 0, self._num_tokens[slots])
-        is_late: Bools = (decision.drafts > 0) & (missing > 0)
+        is_late: Bools = (decision.drafts > 0) & ((missing > 0) | is_deferred)
         needed = np.where(is_late & ~is_prompt & (decision.rounds > 0), missing + planned.drafts, 0)
         stored = self._share(slots, needed)
         catches_up: Bools = (needed > 0) & (stored == needed)
@@ -99,8 +104,8 @@ class DeferredKV:
             drafts = np.where(is_late & ~catches_up, 0, decision.drafts)
             rounds = decision.rounds if np.count_nonzero(drafts) else 0
             decision = decision._replace(drafts=drafts, rounds=rounds)
-        runs_model = decision.rounds > 0 or bool((is_prompt & (missing == 0)).any())
-        is_complete = catches_up | ((missing == 0) & runs_model)
+        runs_model = decision.rounds > 0 or bool(is_stored.any())
+        is_complete = catches_up | ((missing == 0) & ~is_deferred & runs_model)
         self._num_tokens[slots] = np.where(is_complete, 0, missing + added - stored)
         self._first_missing[slots[catches_up]] = -1
         return decision._replace(runs_model=runs_model, catch_up_rows=int(stored.sum()))

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from draftproof.array_types import Ints
+from draftproof.engine.drafting.policy import DraftPolicy
 from draftproof.engine.drafting.prediction_drafts import PredictionDrafts
 from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.slots import Slots
@@ -28,6 +29,7 @@ class ProposerHooks:
         device: DeviceStep,
         predictions: PredictionDrafts,
         lengths: Ints,
+        policy: DraftPolicy,
         debug: bool,
     ) -> None:
         """Create the hooks.
@@ -40,6 +42,7 @@ class ProposerHooks:
         self._deferred_kv = device.deferred_kv
         self._predictions = predictions
         self._lengths = lengths
+        self._policy = policy
         self._debug = debug
 
     @property
@@ -60,7 +63,7 @@ class ProposerHooks:
     def start(self, admitted: Many[Sequence]) -> None:
         """Announce admitted requests, then the next step."""
         for sequence in admitted:
-            self._deferred_kv.admit(sequence)
+            self._deferred_kv.admit(sequence, self._policy.expects_drafts(sequence.slot))
             if self.proposer is not None:
                 self.call(self.proposer.start, sequence.slot, sequence.request)
             if self.proposer is not None and sequence.uses_prediction and not self.proposer.takes_prediction:
