@@ -17,6 +17,7 @@ from draftproof.engine.live.sleep import SleepMode
 from draftproof.engine.live.weights import LiveWeights
 from draftproof.engine.parallel.rank_processes import start_ranks
 from draftproof.engine.sequence import Sequence
+from draftproof.engine.step.step_features import draft_top
 from draftproof.engine.step.step_results import StepResults, has_long_logprobs, mode_of
 from draftproof.engine.step.warmup import Progress
 from draftproof.engine.validation import check_request
@@ -176,6 +177,7 @@ class Engine(PausableEngine):
             strategy=self._strategies.by_index.index(self._strategies.for_request(params)),
             logprob_kind=mode_of(params) if params.wants_logprobs and not is_long else LogprobKind.NONE,
             draft_kind=mode_of(params) if params.include_draft_logprobs else LogprobKind.NONE,
+            draft_top=draft_top(params, self.limits.vocab_size) if params.include_draft_logprobs else 0,
             has_long_logprobs=is_long,
             has_host_processors=bool(params.logits_processors or request.bad_word_ids),
             guide=self._guide(request),

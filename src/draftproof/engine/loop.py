@@ -68,7 +68,7 @@ class Loop:
         self.hooks = ProposerHooks(proposer, device, self.predictions, lengths, self.policy, debug)
         self.release = RequestRelease(scheduler, slots, self.hooks, self.pending)
         self._mask_thread = MaskThread(grammar_seconds)
-        self._reported_drafts = ReportedDrafts(slots.vocab)
+        self._reported_drafts = ReportedDrafts()
         self._recovery = FaultRecovery(scheduler, device, self.hooks, self.release)
         self.is_paused = False  # steps in flight are read, and none is queued
         self._number = 0  # number of the last queued step

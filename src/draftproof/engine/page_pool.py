@@ -63,16 +63,15 @@ class Pages:
         """Allocate `count` pages, evicting unused content where needed."""
         if count > self.num_free:
             raise MemoryError(f"{count} pages requested, {self.num_free} are free")
-        return [self._take() for _ in range(count)]
-
-    def _take(self) -> int:
-        if self._empty:
-            page = self._empty.pop()
-        else:
+        num_left = max(0, len(self._empty) - count)
+        pages = self._empty[num_left:][::-1]
+        del self._empty[num_left:]
+        while len(pages) < count:
             page, _ = self._idle.popitem(last=False)
             self._withdraw(page)
-        self._users[page] = 1
-        return page
+            pages.append(page)
+        self._users.update(dict.fromkeys(pages, 1))
+        return pages
 
     def _withdraw(self, page: int) -> None:
         digest = self._content.pop(page)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -43,13 +44,14 @@ class RequestRelease:
         self._slots = slots
         self._hooks = hooks
         self._pending = pending
+        self._lengths = scheduler.mirror.length
         self.unread: deque[UnreadTokens] = deque()
 
     def finish_ended(self, step: PendingStep, table: Ints, is_current: Bools) -> dict[int, Finish]:
         """Remove the requests that a step finished; return how each finished, by entry."""
         if not np.count_nonzero(table[:, ENDED]):
             return {}
-        sampled, finishes = step.tensors.sampled, {}
+        sampled, finishes, completed = step.tensors.sampled, {}, []
         errors = sampled.errors if sampled else {}
         for b in np.flatnonzero(is_current & (table[:, ENDED] > 0)).tolist():
             sequence = step.planned.sequences[b]
@@ -58,17 +60,18 @@ class RequestRelease:
             assert finish is not None
             finishes[b] = finish
             if finish.reason != "error":
-                self.finish_keep_pages(sequence)
+                completed.append(sequence)
                 continue
             if table[b, ENDED] == FinishStatus.NOT_FINITE:  # its KV must not be reused
                 self._scheduler.pages.unpublish(sequence.pages)
             self.remove(sequence)
+        self._finish(completed)
         return finishes
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a request, finished or not. Results of it that are in flight are dropped."""
         if sequence.slot >= 0:
-            self._queue_copy(sequence)
+            self._queue_copies([sequence], [False])
             self._hooks.stop(sequence.slot)
         self._scheduler.remove(sequence)
         self.release_if_idle()
@@ -76,35 +79,41 @@ class RequestRelease:
     def abort(self, sequence: Sequence) -> None:
         """Finish a request that a stop string or the caller ends, at any time between steps."""
         if sequence.slot >= 0 and self._scheduler.mirror.prompt_left[sequence.slot] == 0:
-            self.finish_keep_pages(sequence)
-            self.release_if_idle()
+            self._finish([sequence])
         else:
             self.remove(sequence)
 
-    def finish_keep_pages(self, sequence: Sequence) -> None:
-        """Finish a request; its pages are published and released once its tokens are read."""
-        scheduler, slot = self._scheduler, sequence.slot
-        num_full_pages = int(scheduler.mirror.length[slot]) // scheduler.page_size
-        has_new_pages = scheduler.prefix_cache.enabled and num_full_pages > sequence.num_published_pages
-        if has_new_pages and self._queue_copy(sequence, keeps_pages=True):
-            self._hooks.stop(slot)
-            scheduler.finish_keep_pages(sequence)
-        else:
-            self.remove(sequence)
+    def _finish(self, sequences: Many[Sequence]) -> None:
+        """Finish requests; new full pages are published and released once the tokens are read."""
+        scheduler = self._scheduler
+        keeps_pages = [self._has_new_pages(sequence) for sequence in sequences]
+        is_copied = self._queue_copies(sequences, keeps_pages)
+        for sequence, keeps in zip(sequences, keeps_pages, strict=True):
+            self._hooks.stop(sequence.slot)
+            if keeps and is_copied:
+                scheduler.finish_keep_pages(sequence)
+            else:
+                scheduler.remove(sequence)
+        self.release_if_idle()
 
-    def _queue_copy(self, sequence: Sequence, keeps_pages: bool = False) -> bool:
-        """Queue a copy of the request's tokens if it has a use; return whether it was queued."""
-        proposer, slot = self._hooks.proposer, sequence.slot
+    def _has_new_pages(self, sequence: Sequence) -> bool:
+        """Return whether the request has full pages that are not published yet."""
+        cache, page_size = self._scheduler.prefix_cache, self._scheduler.page_size
+        num_full_pages = int(self._scheduler.mirror.length[sequence.slot]) // page_size
+        return cache.enabled and num_full_pages > sequence.num_published_pages
+
+    def _queue_copies(self, sequences: Many[Sequence], keeps_pages: Many[bool]) -> bool:
+        """Queue copies of the tokens of requests that have a use for them; return whether that succeeded."""
+        proposer = self._hooks.proposer
         learns = proposer is not None and proposer.learns
-        if not keeps_pages and not learns:
-            return False
-        tokens = self._slots.columns.tokens[slot, : int(self._scheduler.mirror.length[slot])]
+        wanted = [pair for pair in zip(sequences, keeps_pages, strict=True) if pair[1] or learns]
         try:
-            read = self._slots.ops.runtime.fetch(tokens)
+            reads = self._slots.fetch_tokens([sequence.slot for sequence, _ in wanted], self._lengths)
         except DEVICE_ERRORS:  # a dead device is noticed in the next step
             return False
         number = self._pending[-1].number if self._pending else 0
-        self.unread.append(UnreadTokens(sequence, read, number, keeps_pages, learns))
+        for (sequence, keeps), read in zip(wanted, reads, strict=True):
+            self.unread.append(UnreadTokens(sequence, read, number, keeps, learns))
         return True
 
     def release_if_idle(self) -> None:
@@ -123,7 +132,7 @@ class RequestRelease:
                 self._scheduler.release_pages(sequence, None if tokens is None else tokens.tolist())
             proposer = self._hooks.proposer
             if learns and proposer is not None and tokens is not None:
-                self._hooks.call(proposer.learn, sequence.request, tokens.numpy())
+                self._hooks.call(proposer.learn, sequence.request, tokens.numpy().copy())
 
     def drop_unread(self) -> None:
         """Release all finished requests without publishing: their last step may be lost."""

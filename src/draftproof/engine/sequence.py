@@ -43,6 +43,7 @@ class Sequence:
     strategy: int = 0
     logprob_kind: LogprobKind = LogprobKind.NONE  # of its tokens, within the step
     draft_kind: LogprobKind = LogprobKind.NONE  # of its drafts
+    draft_top: int = 0  # likeliest tokens of the drafter that it reports with each draft
     has_long_logprobs: bool = False  # longer lists than a step holds: computed behind the step
     has_host_processors: bool = False  # logits processors or bad words, applied by the host
     guide: GrammarGuide | None = None  # grammar state; the host fills masks before each step

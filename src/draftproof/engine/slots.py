@@ -8,12 +8,15 @@ to an indexed tensor (`x[index] = 0`) would, `index_fill_` does not. Options tha
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftproof.array_types import Ints
 from draftproof.engine.sequence import Sequence
 from draftproof.ops import Ops
 from draftproof.types import MAX_NAMED_IDS, LogitAdjust, Request, SlotColumns
@@ -23,6 +26,7 @@ INTS = (
     *("min_length", "max_length", "adjust", "logprob_kind", "draft_kind", "strategy"),
 )
 REALS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+MAX_COPIED_TOKENS = 1 << 20  # of slots that share a copy
 ALIGN = 16  # lines: aligns the start of every column for vector loads
 
 
@@ -134,12 +138,42 @@ class Slots:
         ids: list[int] = self.ops.runtime.fetch(self.columns.tokens[slot, :length])().tolist()
         return ids
 
+    def fetch_tokens(self, slots: Many[int], lengths: Ints) -> list[Callable[[], Tensor]]:
+        """Start copies of the first `lengths` [S] tokens of some slots; return how to read each of them.
+
+        Slots share copies of bounded size, since the host's part of a copy takes longer than the transfer.
+        """
+        reads: list[Callable[[], Tensor]] = []
+        counts: list[int] = lengths[list(slots)].tolist()
+        first = longest = 0
+        for i, count in enumerate(counts):
+            longest = max(longest, count)
+            if (i + 1 - first) * longest > MAX_COPIED_TOKENS and i > first:
+                reads += self._fetch_lines(slots[first:i], counts[first:i])
+                first, longest = i, count
+        return reads + self._fetch_lines(slots[first:], counts[first:])
+
+    def _fetch_lines(self, slots: Many[int], lengths: Many[int]) -> list[Callable[[], Tensor]]:
+        """Start one copy of the tokens of some slots."""
+        if not slots:
+            return []
+        if len(slots) == 1:
+            return [self.ops.runtime.fetch(self.columns.tokens[slots[0], : lengths[0]])]
+        lines = self.ops.runtime.send(torch.tensor(slots))
+        copy = self.ops.runtime.fetch(self.columns.tokens[:, : max(lengths)].index_select(0, lines))
+        return [partial(_line_of, copy, i, length) for i, length in enumerate(lengths)]
+
     def poison(self) -> None:
         """Fill everything that must not be read with impossible values (for tests)."""
         for column in (self.columns.draft_logprob, self.columns.bias):
             column.fill_(math.nan)
         for column in (self.columns.tokens, self.columns.draft):
             column.fill_(-(2**40))
+
+
+def _line_of(copy: Callable[[], Tensor], i: int, length: int) -> Tensor:
+    """Return the first `length` tokens of line `i` of a copy."""
+    return copy()[i, :length]
 
 
 def _end_ids(request: Request) -> set[int]:

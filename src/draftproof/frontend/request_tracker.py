@@ -295,14 +295,14 @@ class RequestTracker:
         return job
 
     def _regroup(self, requests: list[Request]) -> RequestGroup:
-        lines, streaming = [], []
-        for i, request in enumerate(requests):
-            job, index = self._jobs[request.id]
-            output = job.outputs[index]
-            if isinstance(output, BulkOutput):
-                lines.append(output.line if output.line >= 0 else self.table.open(output))
-            else:
-                streaming.append(i)
+        places = [self._jobs[request.id] for request in requests]
+        outputs = [job.outputs[index] for job, index in places]
+        streaming = [i for i, output in enumerate(outputs) if not isinstance(output, BulkOutput)]
+        lines = [
+            output.line if output.line >= 0 else self.table.open(output)
+            for output in outputs
+            if isinstance(output, BulkOutput)
+        ]
         bulk = np.delete(np.arange(len(requests)), streaming)
         return RequestGroup(requests, np.array(lines, np.int64), bulk, streaming)
 

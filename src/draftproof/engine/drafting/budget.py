@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftproof.array_types import Bools, Floats64, Ints
+from draftproof.array_types import Floats64, Ints
 from draftproof.engine.drafting import budget_kernels
 from draftproof.engine.drafting.budget_kernels import (
     ASSIGNED,
@@ -61,6 +61,7 @@ class DraftBudget:
         self._columns = np.zeros((COLUMNS, CLASSES * num_slots), np.int64)
         self._posteriors = np.full((CLASSES * (num_slots + 1), len(RATES)), 1 / len(RATES))
         self._is_long = np.zeros(num_slots, np.int64)  # class of the last drafts
+        self._is_promising = np.ones(CLASSES, np.bool_)  # drafts of a class were accepted now and then
         self._results: list[tuple[Ints, Ints, Ints, bool]] = []  # not in the columns yet
         self._has_fixed = False  # a request with a fixed number of drafts has started
         self._num_steps = 0
@@ -104,21 +105,16 @@ class DraftBudget:
         self._is_long[slot] = 0
         self._columns[:, lines] = 0
         self._columns[LIMIT, lines] = limit
-        self._columns[PROBE_LENGTH, lines] = np.where(self._are_promising(), FIRST_PROBE_LENGTH, 1)
+        self._columns[PROBE_LENGTH, lines] = np.where(self._is_promising, FIRST_PROBE_LENGTH, 1)
         self._columns[IS_FIXED, lines] = not adaptive
         self._posteriors[lines] = priors
         self._columns[ASSIGNED, lines] = min(self._new_request_drafts, limit) if adaptive else limit
         if not self._has_drafts:
             self._hold_left = 0
 
-    def _are_promising(self) -> Bools:
-        """Return for each class whether its drafts of earlier requests were accepted now and then."""
-        are_promising: Bools = self._posteriors[-CLASSES:] @ RATES > MIN_PROMISING_RATE
-        return are_promising
-
     def is_promising(self, slot: int) -> bool:
         """Return whether the request in `slot` gets drafts: always, or because others had some accepted."""
-        return bool(self._columns[IS_FIXED, CLASSES * slot]) or bool(self._are_promising()[0])
+        return bool(self._columns[IS_FIXED, CLASSES * slot]) or bool(self._is_promising[0])
 
     def held(self, slots: Ints) -> Ints | None:
         """Return the drafts of the last decision if it still holds; None: `choose` again.
@@ -159,6 +155,7 @@ class DraftBudget:
         gains, flat_gains, rows = budget_kernels.expected_gains(
             self._columns, self._posteriors, lines, max_drafts, decay
         )
+        self._is_promising = self._posteriors[-CLASSES:] @ RATES > MIN_PROMISING_RATE
         flat_gains.sort()  # NumPy's sort is faster than numba's
         table = cost.table_for(len(slots), self._draft_context)
         width = gains.shape[1]
@@ -225,7 +222,7 @@ class DraftBudget:
         seconds = self._bounded_seconds(num_requests)
         extra = self._bounded_seconds(2 * num_requests) - seconds + draft_cost
         interval = extra / (PROBE_TIME_SHARE * (seconds + self._context))
-        is_rare = draft_cost > 0 and not self._are_promising()[0]
+        is_rare = draft_cost > 0 and not self._is_promising[0]
         factor = RARE_PROBE_FACTOR if is_rare else 1
         return factor * int(min(max(interval, MIN_PROBE_INTERVAL), MAX_PROBE_INTERVAL))
 

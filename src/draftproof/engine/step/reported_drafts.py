@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from draftproof.array_types import Floats32, Ints
 from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.step.result_buffer import HostResults
-from draftproof.engine.step.step_features import draft_top
 from draftproof.outputs import DraftColumns
 from draftproof.types import FIRST_ROW, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, LogprobKind
 
@@ -19,17 +18,15 @@ from draftproof.types import FIRST_ROW, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, Logpro
 class ReportedDrafts:
     """Collector of the drafts of steps; it keeps what the requests of the last step report."""
 
-    def __init__(self, vocab: int) -> None:
-        self._vocab = vocab
+    def __init__(self) -> None:
         self._load([])
 
     def _load(self, sequences: list[Sequence]) -> None:
         """Read what the requests of a step report; most steps have the list of the step before."""
         self._sequences = sequences
-        params = [sequence.request.params for sequence in sequences]
         self._kinds = np.array([sequence.draft_kind for sequence in sequences], np.int64)
         self._reports = self._kinds != LogprobKind.NONE
-        self._widths = np.array([draft_top(each, self._vocab) for each in params], np.int64)
+        self._widths = np.array([sequence.draft_top for sequence in sequences], np.int64)
         lengths = [len(sequence.request.prompt_token_ids) for sequence in sequences]
         self._prompt_lengths = np.array(lengths, np.int64)
         self._entries = np.arange(len(sequences))
