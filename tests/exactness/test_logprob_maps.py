@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from draftproof.outputs import CompletionOutput, DraftColumns, DraftRecord, Logprob, LogprobRow
-from draftproof.text.bulk.draft_list import DraftList, DraftPart
+from draftproof.text.bulk.draft_list import DraftList
 from draftproof.text.bulk.logprob_rows import pack_rows
 from draftproof.text.logprobs import LogprobMaps, LogprobTable
 
@@ -135,7 +135,8 @@ def test_draft_list_equals_a_list_of_records() -> None:
     ]
 
     def drafts() -> DraftList:
-        return DraftList([DraftPart(columns, 0, 2), DraftPart(columns, 2, 3)], ("ngram", "eagle3"))
+        order = np.arange(3)
+        return DraftList([(columns, order, 0, 2), (columns, order, 2, 3)], ("ngram", "eagle3"))
 
     assert drafts() == plain == list(drafts()) and plain == drafts() and drafts() != plain[:2]
     assert len(drafts()) == 3 and drafts()[1:] == plain[1:] and drafts() + plain[:1] == [*plain, plain[0]]

@@ -68,7 +68,7 @@ class Loop:
         self.hooks = ProposerHooks(proposer, device, self.predictions, lengths, self.policy, debug)
         self.release = RequestRelease(scheduler, slots, self.hooks, self.pending)
         self._mask_thread = MaskThread(grammar_seconds)
-        self._reported_drafts = ReportedDrafts()
+        self._reported_drafts = ReportedDrafts(len(slots.requests))
         self._recovery = FaultRecovery(scheduler, device, self.hooks, self.release)
         self.is_paused = False  # steps in flight are read, and none is queued
         self._number = 0  # number of the last queued step
@@ -163,6 +163,8 @@ class Loop:
         if planned.new_pages or planned.admitted:
             self.slots.grow(planned.new_pages)
             self.slots.fill(planned.admitted)
+        for sequence in planned.admitted:
+            self._reported_drafts.start(sequence)
         self.hooks.start(planned.admitted)
         decision, host_processed = DraftDecision(planned.zeros), {}
         if self.hooks.drafts_on_device:

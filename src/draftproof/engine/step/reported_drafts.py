@@ -16,20 +16,18 @@ from draftproof.types import FIRST_ROW, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, Logpro
 
 
 class ReportedDrafts:
-    """Collector of the drafts of steps; it keeps what the requests of the last step report."""
+    """Collector of the drafts of steps, with what the request in each slot reports."""
 
-    def __init__(self) -> None:
-        self._load([])
+    def __init__(self, num_slots: int) -> None:
+        self._kinds = np.full(num_slots, LogprobKind.NONE, np.int64)
+        self._widths, self._prompt_lengths = np.zeros((2, num_slots), np.int64)
+        self._entries = np.arange(num_slots)
 
-    def _load(self, sequences: list[Sequence]) -> None:
-        """Read what the requests of a step report; most steps have the list of the step before."""
-        self._sequences = sequences
-        self._kinds = np.array([sequence.draft_kind for sequence in sequences], np.int64)
-        self._reports = self._kinds != LogprobKind.NONE
-        self._widths = np.array([sequence.draft_top for sequence in sequences], np.int64)
-        lengths = [len(sequence.request.prompt_token_ids) for sequence in sequences]
-        self._prompt_lengths = np.array(lengths, np.int64)
-        self._entries = np.arange(len(sequences))
+    def start(self, sequence: Sequence) -> None:
+        """Read what an admitted request reports. Results of the slot's last request are dropped."""
+        slot = sequence.slot
+        self._kinds[slot], self._widths[slot] = sequence.draft_kind, sequence.draft_top
+        self._prompt_lengths[slot] = len(sequence.request.prompt_token_ids)
 
     def columns(
         self, planned: StepPlan, results: HostResults, source: NDArray[np.int8] | None, lengths: Ints
@@ -41,16 +39,14 @@ class ReportedDrafts:
         if results.draft_tokens is None:
             return None
         assert results.draft_logprobs is not None
-        if planned.sequences is not self._sequences:
-            self._load(planned.sequences)
-        table = results.table[: len(planned.slots)]
-        is_counted = self._reports & planned.samples & (table[:, NUM_OUT] > 0)
-        counts = table[:, NUM_DRAFT] * is_counted
-        entry = self._entries.repeat(counts)
+        table, slots = results.table[: len(planned.slots)], planned.slots
+        reports = self._kinds[slots] != LogprobKind.NONE
+        counts = table[:, NUM_DRAFT] * (reports & planned.samples & (table[:, NUM_OUT] > 0))
+        entry = self._entries[: len(slots)].repeat(counts)
         if not len(entry):
             return None
         place = np.arange(len(entry)) - (counts.cumsum() - counts)[entry]
-        lines, slot = table[entry], planned.slots[entry]
+        lines, slot = table[entry], slots[entry]
         row = lines[:, FIRST_ROW] + place
         rank = top_width = np.zeros(len(entry), np.int64)
         top_ids, top_logprobs = np.zeros((len(entry), 0), np.int64), np.zeros((len(entry), 0), np.float32)
@@ -58,24 +54,24 @@ class ReportedDrafts:
             assert results.draft_top_ids is not None and results.draft_top_logprobs is not None
             rank = results.draft_ranks[slot, place]
             if results.draft_top_ids.shape[2]:
-                top_width = self._widths[entry] * (rank > 0)
+                top_width = self._widths[slot] * (rank > 0)
                 top_ids = results.draft_top_ids[slot, place]
                 top_logprobs = results.draft_top_logprobs[slot, place]
         return DraftColumns(
             entry=entry,
             token=results.draft_tokens[row],
-            position=lengths[slot] - self._prompt_lengths[entry] + place,
+            position=lengths[slot] - self._prompt_lengths[slot] + place,
             source=np.zeros(len(entry), np.int8) if source is None else source[entry, place],
             accepted=place < lines[:, NUM_ACCEPTED],
             draft_logprob=results.draft_logprobs[slot, place],
-            target_logprob=self._target_logprobs(results, entry, row),
+            target_logprob=self._target_logprobs(results, slot, row),
             rank=rank,
             top_width=top_width,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
         )
 
-    def _target_logprobs(self, results: HostResults, entry: Ints, row: Ints) -> Floats32:
+    def _target_logprobs(self, results: HostResults, slot: Ints, row: Ints) -> Floats32:
         """Return the target's logprobs of the drafts at logits rows [D], each of its request's kind."""
         targets = results.draft_targets
         if len(targets) == 1:  # all requests that report drafts have this kind
@@ -84,6 +80,6 @@ class ReportedDrafts:
             return values
         found = np.full(len(row), np.nan, np.float32)
         for kind, columns in targets.items():
-            at = self._kinds[entry] == kind
+            at = self._kinds[slot] == kind
             found[at] = columns.values[row[at], 0]
         return found

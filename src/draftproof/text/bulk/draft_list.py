@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from draftproof.array_types import Ints
 from draftproof.outputs import DraftColumns, DraftRecord
 from draftproof.text.bulk.lazy_list import LazyList
 
-
-class DraftPart(NamedTuple):
-    """Drafts first to end of columns that outputs share."""
-
-    columns: DraftColumns
-    first: int
-    end: int
+# Columns and indices into them, both shared by several outputs, and which of the indices are of one output.
+DraftPart = tuple[DraftColumns, Ints, int, int]
 
 
 class DraftList(LazyList):
@@ -33,8 +29,8 @@ class DraftList(LazyList):
         parts = self._parts  # read before `_records`: another thread may be here
         if self._records is None:
             records: list[DraftRecord] = []
-            for columns, first, end in parts:
-                records += columns.select(slice(first, end)).records(self._sources)
+            for columns, order, first, end in parts:
+                records += columns.select(order[first:end]).records(self._sources)
             self._records, self._parts = records, ()
         return self._records
 

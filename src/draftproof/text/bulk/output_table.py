@@ -10,7 +10,7 @@ flushed at different steps on purpose, so that no step flushes all of them. The 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from draftproof.outputs import CompletionOutput, DraftColumns, FinishReason
 from draftproof.text.bulk.detokenizer import BulkDetokenizer, TokenTexts, push_many
-from draftproof.text.bulk.draft_list import DraftPart
 from draftproof.text.bulk.logprob_rows import longer
 from draftproof.text.bulk.output import BulkOutput
 from draftproof.text.bulk.output_columns import Ints, LogprobArrays, OutputColumns, StepColumns, joined
@@ -201,12 +200,14 @@ class OutputTable:
             all_lines, columns = zip(*some, strict=True)
             lines = joined(list(all_lines))
             order = lines.argsort(kind="stable")
-            lines, drafts = lines[order], DraftColumns.concatenate(columns).select(order)
-            ends = [*((lines[1:] != lines[:-1]).nonzero()[0] + 1).tolist(), len(lines)]
-            for first, end in pairwise([0, *ends]):
-                output = self._outputs[lines[first]]
+            lines, drafts = lines[order], DraftColumns.concatenate(columns)
+            begins = [0, *((lines[1:] != lines[:-1]).nonzero()[0] + 1).tolist()]
+            for line, first, end in zip(
+                lines[begins].tolist(), begins, [*begins[1:], len(lines)], strict=True
+            ):
+                output = self._outputs[line]
                 assert output is not None
-                output.draft_parts.append(DraftPart(drafts, first, end))
+                output.draft_parts.append((drafts, order, first, end))
 
     def _close_finished(self) -> None:
         """Close finished outputs; their last step is appended and not flushed."""
