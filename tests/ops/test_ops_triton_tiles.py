@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 from draftproof.errors import ConfigError
-from draftproof.ops import AttentionShape, KVLayout, Rows
+from draftproof.ops import AttentionShape, KVLayout, Routing, Rows
 from draftproof.ops.triton import compile_ahead
 from draftproof.ops.triton.attention import few_rows, splitkv
 from draftproof.ops.triton.backend import TritonOps
@@ -42,6 +42,7 @@ from draftproof.ops.triton.gemm.tiles import (
 from draftproof.ops.triton.gemm.weight import PackedLinear, WeightKind
 from draftproof.ops.triton.kernel_utils import Chip
 from draftproof.ops.triton.latent.attention import check_shared_memory
+from draftproof.ops.triton.moe.tiles import select_tile
 
 
 def packed(columns: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -93,6 +94,20 @@ def test_default_tiles_fit_into_the_shared_memory(max_shared_bytes: int) -> None
     assert fit_tile(large, "dense", "bf16", 227 << 10) == large
     assert fit_tile(large, "dense", "bf16", 99 << 10) == large._replace(stages=2)
     assert fit_tile(large._replace(bn=512), "dense", "bf16", 99 << 10) == large._replace(stages=2)
+
+
+def test_measured_tile_of_experts_with_another_height_is_measured_again() -> None:
+    weight, routing = packed(8 * 32, 64), Routing(num_experts=8, top_k=2)
+    missed: list[TileKey] = []
+    table = TileTable({})
+    table.on_miss = lambda key, *_: missed.append(key)
+    default = select_tile(table, 16, weight, routing, is_gate_up=False)
+    (key,) = missed
+    for tile, is_used in ((default._replace(bn=2 * default.bn), True), (default._replace(bm=128), False)):
+        table.measured[key] = tile
+        missed.clear()
+        assert select_tile(table, 16, weight, routing, is_gate_up=False) == (tile if is_used else default)
+        assert missed == ([] if is_used else [key])
 
 
 def test_span_loop_is_used_where_the_shared_memory_has_room_for_it() -> None:

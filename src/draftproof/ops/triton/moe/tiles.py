@@ -131,8 +131,8 @@ def select_tile(
     )  # fmt: skip
     default = tiles_of_key(key, table.max_shared_bytes)[0]
     found = table.measured.get(key)
-    if found is None:
+    if found is None or found.bm != default.bm:  # a cache file may be older than `TILE_ROWS`
         if table.on_miss is not None:
             table.on_miss(key, packed, rows)
         return default
-    return found._replace(bm=default.bm)  # the rows of a tile are those of the work list
+    return found
