@@ -225,7 +225,7 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def wants_logprobs(self) -> bool:
+    def needs_logprobs(self) -> bool:
         return self.logprobs is not None or self.logprob_token_ids is not None
 
     def token_id_options(self) -> dict[str, Sequence[int]]:

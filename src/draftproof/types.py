@@ -205,7 +205,7 @@ class DeviceBatch:
     budget: Tensor  # [B] int64: drafts wanted at most
     chunk: Tensor | None = None  # [B] int64: prompt rows that the step computed; 0: the entry decoded
     rows: Rows | None = None  # [R] of the step, with the drafts that it verified
-    features: Tensor | None = None  # [R, n * hidden]: of each row the n that the proposer wants, side by side
+    features: Tensor | None = None  # [R, n * hidden]: of each row the n that the proposer reads, side by side
     spec: DraftSpec | None = None
     costs: DraftCosts = NO_DRAFT_COSTS  # with costs a draft model stops when a round is not worth its cost
     begun: Any = None  # result of `DeviceProposer.begin`

@@ -65,14 +65,14 @@ BAD: dict[str, Handler] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_endpoint_that_is_bad_from_the_start(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     report = audited(BAD[kind], monkeypatch)
-    assert report.verdict is Verdict.CANNOT_TELL and "cannot tell" in report.statement()
+    assert report.verdict is Verdict.INCONCLUSIVE and "inconclusive" in report.statement()
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_endpoint_that_turns_bad(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the results so far are kept."""
     report = audited(after(22, BAD[kind]), monkeypatch)
-    assert report.verdict is Verdict.CANNOT_TELL
+    assert report.verdict is Verdict.INCONCLUSIVE
     assert report.result("greedy").status is Status.EXACT
 
 
@@ -226,4 +226,4 @@ def test_connection_that_is_closed_in_the_middle(monkeypatch: pytest.MonkeyPatch
         report = run_audit(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", model="m", plan=PLAN)
         listener.shutdown(socket.SHUT_RDWR)
     thread.join(10)
-    assert report.verdict is Verdict.CANNOT_TELL and "RemoteProtocolError" in report.statement()
+    assert report.verdict is Verdict.INCONCLUSIVE and "RemoteProtocolError" in report.statement()

@@ -234,7 +234,7 @@ def test_pages_of_a_request_in_a_failed_step_lack_kv():
         engine.step()
     kv, (sequence,) = engine.loop.device.deferred_kv, engine.loop.scheduler.running
     pages = set(sequence.pages)
-    kv.lose(sequence.slot)
+    kv.invalidate(sequence.slot)
     engine.abort("0")
     assert pages <= kv._incomplete
 

@@ -21,7 +21,7 @@ from draftproof.errors import EngineClosedError, EngineDownError, QueueFullError
 from draftproof.metrics import WorkerStatus
 from draftproof.serve.ipc.decode import ReceivedGroup, decode_frame, to_step_results
 from draftproof.serve.ipc.frame import Bounds
-from draftproof.serve.ipc.messages import GOODBYE
+from draftproof.serve.ipc.messages import DISCONNECTED
 from draftproof.serve.ipc.remote_llm import RemoteLLM, connect
 from draftproof.serve.ipc.status import socket_address, write_status
 from draftproof.serve.worker import frontend_connection, frontends, step_sender, worker
@@ -266,7 +266,7 @@ def test_stalled_frontend_receives_every_frame_when_it_reads_again(
 
 
 def test_worker_end_delivers_frames_to_a_frontend_with_a_full_queue(make: Any, tmp_path: Path) -> None:
-    """Do not read while the worker drains and ends; afterwards read every frame, then the goodbye."""
+    """Do not read while the worker drains and ends; then read every frame and the disconnect message."""
     with run_worker(make("plain"), tmp_path) as served, RawFrontend(tmp_path) as slow:
         slow.add(7, request(max_tokens=100))
         wait_for(lambda: any(each.sequence > 2 for each in list(served.frontends.connections.values())))
@@ -274,7 +274,7 @@ def test_worker_end_delivers_frames_to_a_frontend_with_a_full_queue(make: Any, t
         wait_for(lambda: not served.engine.has_work)
         time.sleep(1.0)  # the worker would have closed its socket by now
         num_frames = num_tokens = 0
-        while not (data := slow.recv()).startswith(GOODBYE):
+        while not (data := slow.recv()).startswith(DISCONNECTED):
             frame = decode_frame(data, Bounds(CONFIG["vocab_size"], 0, 0))
             assert frame.header.sequence == num_frames
             num_frames += 1
@@ -286,7 +286,7 @@ def test_worker_end_delivers_frames_to_a_frontend_with_a_full_queue(make: Any, t
 def test_stalled_frontend_does_not_delay_another_one(
     make: Any, portable: Any, tmp_path: Path, monkeypatch: MonkeyPatch, bound: str
 ) -> None:
-    """The other one is served; the requests of the stalled one are aborted, and it receives a goodbye."""
+    """The other one is served; requests of the stalled one are aborted, and it is disconnected."""
     monkeypatch.setattr(frontend_connection, "STALL_BYTES", 1)
     monkeypatch.setattr(frontend_connection, "SHARED_STALL_SECONDS", 1e9)
     monkeypatch.setattr(worker.log, "disabled", True)
@@ -309,10 +309,10 @@ def test_stalled_frontend_does_not_delay_another_one(
             assert not client.entries and remote.engine_stats().num_running == 0
 
         run_client(tmp_path, main)
-        reads.append(True)  # from now on it receives: the goodbye message and nothing else
-        assert stalled.recv().startswith(GOODBYE)
-        stalled.abort(7)  # a message after the goodbye gets another one
-        assert stalled.recv().startswith(GOODBYE)
+        reads.append(True)  # from now on it receives: the disconnect message and nothing else
+        assert stalled.recv().startswith(DISCONNECTED)
+        stalled.abort(7)  # a message after the disconnect message gets another one
+        assert stalled.recv().startswith(DISCONNECTED)
 
 
 def test_engine_failure_ends_open_requests_and_restart_serves_again(

@@ -12,7 +12,7 @@ class Watch:
             before = len(self.loop.pending)
             flight = whole()
             if flight is not None:
-                self.launched.append((before, flight.waits))
+                self.launched.append((before, flight.needs_sync))
                 self.bounds()
             return flight
 

@@ -27,7 +27,7 @@ from draftproof.engine.drafting.policy import DraftPolicy, DraftRun, StepObserva
 from draftproof.engine.drafting.run_ahead_depth import StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.page_pool import Pages
-from draftproof.engine.scheduler import Busy, Scheduler
+from draftproof.engine.scheduler import Scheduler, StepsInFlightError
 from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.sampling_params import SamplingParams
@@ -278,7 +278,7 @@ class FuzzRun:
         first = min(scheduler.running, key=lambda s: s.rank, default=None)
         try:
             planned = scheduler.plan(idle=not self.flights)
-        except Busy:
+        except StepsInFlightError:
             assert self.flights
             self.settle()
             return

@@ -110,7 +110,7 @@ def step_of(draw: random.Random, requests: list[Request], starts: np.ndarray, en
             out += 1
         table[i, [NUM_OUT, NUM_DRAFT, NUM_ACCEPTED, FIRST_ROW]] = out, drafted, accepted, 0
         table[i, TOKENS : TOKENS + out] = tokens
-        if request.params.wants_logprobs:
+        if request.params.needs_logprobs:
             table[i, PICK] = pick
             pick += out
     columns = (

@@ -183,7 +183,7 @@ def test_loss_gradient_equals_autograd(loss_weights: LossWeights, monkeypatch: p
     for size in (1, 4 * 11 * 5, 1 << 29):
         monkeypatch.setattr("draftproof.train.model.loss.CHUNK_BYTES", size)
         again = student.detach().requires_grad_()
-        total, parts = unrolled_loss(again.flatten(1, 2), *flat, Rows.of(flat[2]), loss_weights)
+        total, parts = unrolled_loss(again.flatten(1, 2), *flat, Rows.from_weights(flat[2]), loss_weights)
         total.backward()
         torch.testing.assert_close(parts, expected.detach())
         torch.testing.assert_close(again.grad, gradient)
@@ -277,7 +277,7 @@ def test_loss_weight_of_output_prompt_and_padding_rows() -> None:
     used = []
     for made.step in range(3):  # every row of a prompt once, with three times the weight
         used.append(loss_weight(batch, made.plan, made.step)[0][0])
-        rows = Rows.of(loss_weight(batch, made.plan, made.step)[0])
+        rows = Rows.from_weights(loss_weight(batch, made.plan, made.step)[0])
         assert rows.chosen.tolist() == [made.step and 3 - made.step, 3, 4, 8, 9, 10]
         assert rows.target_rows.tolist() == sorted({p + j for p in rows.chosen.tolist() for j in (1, 2)})
         assert rows.target_rows[rows.target_index].tolist() == [(rows.chosen + j).tolist() for j in (1, 2)]

@@ -175,7 +175,7 @@ class Engine(PausableEngine):
             draft_limit=limit if self.loop.proposer and speculation.enabled and not request.pooling else 0,
             adaptive=adaptive and self._may_adapt(params),
             strategy=self._strategies.by_index.index(self._strategies.for_request(params)),
-            logprob_kind=mode_of(params) if params.wants_logprobs and not is_long else LogprobKind.NONE,
+            logprob_kind=mode_of(params) if params.needs_logprobs and not is_long else LogprobKind.NONE,
             draft_kind=mode_of(params) if params.include_draft_logprobs else LogprobKind.NONE,
             draft_top=draft_top(params, self.limits.vocab_size) if params.include_draft_logprobs else 0,
             has_long_logprobs=is_long,

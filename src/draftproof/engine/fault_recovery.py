@@ -47,7 +47,7 @@ class FaultRecovery:
         self._num_failures = 0  # consecutive failed steps
 
     def record_success(self) -> None:
-        """Take in a step that was read."""
+        """Record a step that was read."""
         self._num_failures = 0
 
     def check_alive(self, fault: StepFault) -> str:
@@ -72,7 +72,7 @@ class FaultRecovery:
         slots = {s: s.slot for s in self._scheduler.running}
         requeued = requeue_lost(self._scheduler, lost)
         for sequence in requeued:
-            self._device.deferred_kv.lose(slots[sequence])
+            self._device.deferred_kv.invalidate(slots[sequence])
             self._hooks.stop(slots[sequence])
         failed = [s for s in requeued if s.num_failures >= MAX_REQUEST_RETRIES]
         what = "%s; %d requests are retried, %d fail"

@@ -23,7 +23,7 @@ from draftproof.engine.drafting.run_ahead_depth import StepTimes
 from draftproof.engine.fault_recovery import FaultRecovery, StepFault
 from draftproof.engine.invariants import check_step
 from draftproof.engine.request_release import RequestRelease
-from draftproof.engine.scheduler import Busy, Scheduler
+from draftproof.engine.scheduler import Scheduler, StepsInFlightError
 from draftproof.engine.sequence import PooledRows, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import grammar_masks
@@ -64,8 +64,7 @@ class Loop:
         self._background_work: Callable[[], object] = lambda: None
         self.pending: deque[PendingStep] = deque()  # oldest first
         self.predictions = PredictionDrafts(scheduler, device, source=len(self.sources) - 1)
-        lengths = scheduler.mirror.length
-        self.hooks = ProposerHooks(proposer, device, self.predictions, lengths, self.policy, debug)
+        self.hooks = ProposerHooks(proposer, device, self.predictions, scheduler, debug)
         self.release = RequestRelease(scheduler, slots, self.hooks, self.pending)
         self._mask_thread = MaskThread(grammar_seconds)
         self._reported_drafts = ReportedDrafts(len(slots.requests))
@@ -101,11 +100,11 @@ class Loop:
             return self._read_step(self.pending.popleft())
         try:
             pending_step = self._launch()
-        except Busy:  # preemption needs the results of all steps in flight
+        except StepsInFlightError:  # preemption needs the results of all steps in flight
             return self._read_step(self.pending.popleft())
         if pending_step is not None:
             self.pending.append(pending_step)
-            if self.overlap and not pending_step.waits and len(self.pending) < run_ahead.depth:
+            if self.overlap and not pending_step.needs_sync and len(self.pending) < run_ahead.depth:
                 return NOTHING
         if len(self.pending) > 1 and run_ahead.is_device_busy(time.perf_counter()):
             self._background_work()
@@ -134,9 +133,9 @@ class Loop:
 
     def _launch(self) -> PendingStep | None:
         scheduler, host, started = self.scheduler, self.scheduler.mirror, time.perf_counter()
-        waits = self.hooks.drafts_on_host or not self.overlap or self._needs_sync()
+        needs_sync = self.hooks.drafts_on_host or not self.overlap or self._needs_sync()
         try:
-            counted = waits and self.hooks.drafts_on_device
+            counted = needs_sync and self.hooks.drafts_on_device
             if counted and scheduler.may_have_drafts:
                 self._count_drafts()
             planned = scheduler.plan(idle=not self.pending, counted=counted)
@@ -147,24 +146,23 @@ class Loop:
         if planned is None:
             return None
         computed, lines = None, planned.slots
-        if planned.has_prompts or waits:
+        if planned.has_prompts or needs_sync:
             # a prompt has no step in flight
             before = host.length[lines] - host.prompt_left[lines] - planned.chunk
             computed = np.where(planned.chunk > 0, before, host.length[lines] - 1)
         try:
-            pending_step = self._queue(planned, computed, waits, started)
+            pending_step = self._queue(planned, computed, needs_sync, started)
         except DEVICE_ERRORS as error:
             raise StepFault([(planned, computed)]) from error
         self.hooks.check_device_failure()
         return pending_step
 
-    def _queue(self, planned: StepPlan, computed: Ints | None, waits: bool, started: float) -> PendingStep:
+    def _queue(self, planned: StepPlan, computed: Ints | None, sync: bool, started: float) -> PendingStep:
         scheduler, host = self.scheduler, self.scheduler.mirror
         if planned.new_pages or planned.admitted:
             self.slots.grow(planned.new_pages)
             self.slots.fill(planned.admitted)
-        for sequence in planned.admitted:
-            self._reported_drafts.start(sequence)
+        self._reported_drafts.start(planned.admitted)
         self.hooks.start(planned.admitted)
         decision, host_processed = DraftDecision(planned.zeros), {}
         if self.hooks.drafts_on_device:
@@ -181,7 +179,6 @@ class Loop:
             queued = queue_logprobs(self.device, planned, computed, tensors, hidden)
         read = self.device.ops.runtime.fetch(tensors.packed.data)
         host.num_draft[planned.slots] = decision.drafts
-        draft_run = self.device.drafting.last_run(len(planned.slots), decision)
         self._number += 1
         return PendingStep(
             number=self._number,
@@ -190,11 +187,11 @@ class Loop:
             tensors=tensors,
             hidden=hidden,
             read=read,
-            waits=waits,
-            follows=bool(self.pending),
+            needs_sync=sync,
+            is_queued_behind=bool(self.pending),
             started=started,
             grammar_errors=grammar_errors,
-            draft_run=draft_run,
+            draft_run=self.device.drafting.last_run(len(planned.slots), decision),
             queued_logprobs=queued,
         )
 
@@ -232,14 +229,14 @@ class Loop:
             drafts = self._reported_drafts.columns(planned, found, source, scheduler.mirror.length)
             if step.queued_logprobs is not None:
                 from_host = read_logprobs(planned, step.queued_logprobs, found, self.slots.vocab)
-            if step.waits and scheduler.num_needing_sync and step.computed is not None:
+            if step.needs_sync and scheduler.num_needing_sync and step.computed is not None:
                 pooled = pool_rows(self.device, step, table)
         except DEVICE_ERRORS as error:  # steps queued behind it used its lost results
             lost = [step, *self.pending]
             self.pending.clear()
             raise StepFault([(f.planned, f.computed) for f in lost]) from error
         self._recovery.record_success()
-        times = StepTimes(step.started, waited, time.perf_counter(), step.follows, was_ready)
+        times = StepTimes(step.started, waited, time.perf_counter(), step.is_queued_behind, was_ready)
         self.release.release_finished(step.number)
         for b, one in from_host.items():
             planned.sequences[b].num_prompt_logprobs += len(one.prompt_logprobs or ())
@@ -250,7 +247,7 @@ class Loop:
         is_same = planned.version == scheduler.version  # the running set has not changed since the plan
         is_current = scheduler.settle(planned, table[:, NUM_OUT])
         self._observe(step, table, source, is_current, times)
-        if step.waits and scheduler.num_needing_sync:
+        if step.needs_sync and scheduler.num_needing_sync:
             grammar_masks.commit_tokens(planned, table, is_current)
         finishes = self.release.finish_ended(step, table, is_current)
         results = StepResults(

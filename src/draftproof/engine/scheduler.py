@@ -32,7 +32,7 @@ from draftproof.engine.slots import Slots
 LOW_ROOM_PAGES = 4  # a request with less room grows whenever another one does
 
 
-class Busy(Exception):
+class StepsInFlightError(Exception):
     """Error: the next step cannot be planned before all steps in flight are read."""
 
 
@@ -57,8 +57,8 @@ class Scheduler(RequestQueue):
     def plan(self, idle: bool = True, counted: bool = False) -> StepPlan | None:
         """Return the plan of the next step; None if no request has a row to compute.
 
-        `idle`: no step is in flight; if it must be so and is not, Busy is raised. `counted`: the mirror has
-        exact numbers of drafts, which may depend on sampled tokens: no draft is dropped by their number.
+        `idle`: no step is in flight; StepsInFlightError is raised where that is needed. `counted`: the mirror
+        has exact numbers of drafts, which may depend on sampled tokens: no draft is dropped by their number.
         """
         self.preempted.clear()
         if not self._selects_drafts() and not (self.waiting and self.slots.num_free):
@@ -75,7 +75,7 @@ class Scheduler(RequestQueue):
             if short.sum() <= self.pages.num_free:
                 break
             if not idle:
-                raise Busy
+                raise StepsInFlightError
             self._preempt(max(self.running, key=lambda s: s.rank))
         new_pages = self._grow(short)
         rows = self.max_rows - int(decodes.sum() + drafts.sum())
@@ -224,7 +224,7 @@ class Scheduler(RequestQueue):
         return np.where(samples, room, 0)
 
     def settle(self, planned: StepPlan, num_out: Ints) -> Bools:
-        """Take in the committed tokens [B] of a step; return [B] whether each request is still there."""
+        """Record the committed tokens [B] of a step; return [B] whether each request is still there."""
         host, slots, samples, drafts = self.mirror, planned.slots, planned.samples, planned.drafts
         is_current: Bools = host.generation[slots] == planned.generations
         if planned.has_prompts:

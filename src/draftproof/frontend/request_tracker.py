@@ -239,7 +239,7 @@ class RequestTracker:
             job, index = self._jobs[step_output.request_id]
             output = job.outputs[index]
             assert isinstance(output, StreamingOutput)
-            events = output.feed(step_output, wants_events=job.on_events is not None)
+            events = output.feed(step_output, returns_events=job.on_events is not None)
             if job.on_events is not None and events:
                 job.on_events(events)
             if output.finished:

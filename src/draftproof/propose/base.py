@@ -96,7 +96,7 @@ class Proposer(ABC):
         return None
 
     def learn(self, request: Request, ids: NDArray[np.int64]) -> None:
-        """Take in all tokens of a finished request, its prompt first; with `learns`."""
+        """Record all tokens of a finished request, its prompt first; with `learns`."""
         return None
 
     def forget(self) -> None:

@@ -131,7 +131,7 @@ class HttpProcessGroup:
 
 
 def child() -> None:
-    """Run one process of a group: its job is a line on standard input, which stays open as a life line."""
+    """Run one process of a group: its job is the first line of standard input, whose end ends it."""
     from draftproof.serve.http.request_log import configure_logging
 
     line = b""

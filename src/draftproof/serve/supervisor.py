@@ -91,7 +91,7 @@ class Supervisor:
         """End the worker and remove its folder. May be called repeatedly."""
         self._stopping.set()
         if self._process is not None:
-            self._process.close_life_line()
+            self._process.close_parent_pipe()
         if self._thread.is_alive():
             self._thread.join()
         self._clean_up()
@@ -146,7 +146,7 @@ class Supervisor:
             self._set_failure("OSError", str(error))
             return f"it could not be started: {error}"
         if self._stopping.is_set():  # `stop` may have been called before there was a process
-            process.close_life_line()
+            process.close_parent_pipe()
         process.read_reports(self._on_report, self._on_silence)
         exit_reason = process.wait()
         (self.folder / SOCKET_NAME).unlink(missing_ok=True)

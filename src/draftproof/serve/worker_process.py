@@ -18,7 +18,7 @@ POLL_SECONDS = 1.0
 
 
 class WorkerProcess:
-    """Child process with a life line (its standard input) and a pipe for reports."""
+    """Child process that ends when its standard input is closed, with a pipe for reports."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         """Start the process. OSError if that fails."""
@@ -57,7 +57,7 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def close_life_line(self) -> None:
+    def close_parent_pipe(self) -> None:
         """Close standard input, which makes the process end; kill it after STOP_SECONDS."""
         self._close_stdin()
         with contextlib.suppress(subprocess.TimeoutExpired):

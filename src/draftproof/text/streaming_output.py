@@ -76,7 +76,7 @@ class StreamingOutput:
         self.output = CompletionOutput(index=index, seed=request.seed)
         self._rows: list[LogprobRow] = []
         self._logprobs = LogprobMaps(self._rows, tokenizer)
-        if params.wants_logprobs:
+        if params.needs_logprobs:
             self.output.logprobs, self.output.cumulative_logprob = self._logprobs, 0.0
         self._drafts: list[DraftRecord] = []
         if params.include_draft_logprobs:
@@ -93,7 +93,7 @@ class StreamingOutput:
         """True once the output has a finish reason."""
         return self.output.finish_reason is not None
 
-    def feed(self, step: StepOutput, wants_events: bool = True) -> Sequence[TokenEvent]:
+    def feed(self, step: StepOutput, returns_events: bool = True) -> Sequence[TokenEvent]:
         """Append the tokens of a step; return an event for each one, or for an end without a token."""
         texts = self._visible_texts(step)
         kept = len(texts)
@@ -102,7 +102,7 @@ class StreamingOutput:
         self._add(step, kept, origins)
         out, length_before = self.output, len(self.output.text)
         self._update_text(step, texts)
-        if not wants_events:
+        if not returns_events:
             return []
         if self.finished and not texts:
             return [self._end_event(out.text[length_before:])]
@@ -164,7 +164,7 @@ class StreamingOutput:
         return self._detokenizer.push([token])[0]
 
     def _count(self, step: StepOutput, kept: int) -> list[DraftRecord] | None:
-        """Count a step and return its drafts if the request wants them."""
+        """Count a step and return its drafts if the request reports them."""
         if not kept:
             return None
         accepted = min(step.num_accepted, kept)

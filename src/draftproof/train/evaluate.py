@@ -60,10 +60,14 @@ class Evaluator:
         """Return the acceptance by rule: "greedy" at temperature 0, "coupled" and "argmax" above it."""
         greedy_rows = [text for text in texts if text.temperature == 0]
         warm = [text for text in texts if text.temperature > 0]
-        found = self.walk(weights, greedy_rows, max_len, {"greedy": self._best}) if greedy_rows else {}
+        found = (
+            self.measure_acceptance(weights, greedy_rows, max_len, {"greedy": self._best})
+            if greedy_rows
+            else {}
+        )
         if warm:
             rules = {"coupled": self.coupled(warm[0].temperature), "argmax": self._best}
-            found |= self.walk(weights, warm, max_len, rules)
+            found |= self.measure_acceptance(weights, warm, max_len, rules)
         return found
 
     def _best(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -81,7 +85,7 @@ class Evaluator:
         if not warm:
             return {}
         rules = {str(factor): self.coupled(warm[0].temperature / factor) for factor in LOGIT_SCALES}
-        found = self.walk(weights, warm, max_len, rules)
+        found = self.measure_acceptance(weights, warm, max_len, rules)
         return {factor: found[str(factor)] for factor in LOGIT_SCALES}
 
     def coupled(self, temperature: float) -> Rule:
@@ -99,10 +103,10 @@ class Evaluator:
         return rule
 
     @torch.no_grad()
-    def walk(
+    def measure_acceptance(
         self, weights: Weights, texts: Sequence[Text], max_len: int, rules: Mapping[str, Rule]
     ) -> dict[str, Acceptance]:
-        """Verify the drafts of every rule along every text, as an engine does."""
+        """Count accepted drafts of every text for each rule, as an engine accepts them."""
         accepted_counts = {name: np.zeros(self.drafts, np.int64) for name in rules}
         steps, committed = dict.fromkeys(rules, 0), 0
         for begin in range(0, len(texts), GROUP_TEXTS):

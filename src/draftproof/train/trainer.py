@@ -237,7 +237,7 @@ class Trainer:
         if self.target_states.keep:
             self.target_states.compute_all()  # before anything is captured
         weight, greedy_rows = loss_weight(batch, self.plan, self.step)
-        rows = Rows.of(weight, grain)
+        rows = Rows.from_weights(weight, grain)
         stored = self.target_states.places(batch)
         tokens = torch.from_numpy(batch.tokens)
         return BatchTensors(tokens, stored, weight, greedy_rows, *rows)

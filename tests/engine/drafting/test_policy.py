@@ -16,8 +16,8 @@ from draftproof.engine.drafting.acceptance_warning import MIN_DRAFTS
 from draftproof.engine.drafting.budget import (
     FIRST_PROBE_LENGTH,
     MAX_HOLD_STEPS,
-    MAX_PROBE_INTERVAL,
-    RARE_PROBE_FACTOR,
+    MAX_PROBE_INTERVAL_STEPS,
+    RARE_PROBE_INTERVAL_FACTOR,
     DraftBudget,
     round_counts,
 )
@@ -93,10 +93,10 @@ def test_free_rows_give_every_request_its_limit() -> None:
 def test_expensive_rows_give_no_drafts_and_probes_at_the_interval() -> None:
     steps = Steps(STEEP)
     assert steps.step(accepted=0).drafts.tolist() == [FIRST_PROBE_LENGTH] * 2
-    drafts = [int(steps.step(accepted=0).drafts.sum()) for _ in range(4 * MAX_PROBE_INTERVAL)]
+    drafts = [int(steps.step(accepted=0).drafts.sum()) for _ in range(4 * MAX_PROBE_INTERVAL_STEPS)]
     at = np.flatnonzero(drafts)
     assert set(np.unique(drafts)) == {0, 2}  # one draft each
-    assert 3 <= len(at) <= 4 and (np.diff(at) >= MAX_PROBE_INTERVAL).all()
+    assert 3 <= len(at) <= 4 and (np.diff(at) >= MAX_PROBE_INTERVAL_STEPS).all()
 
 
 def test_new_request_is_not_probed_at_once_where_drafts_were_rejected() -> None:
@@ -115,20 +115,20 @@ def test_model_whose_drafts_are_rejected_is_probed_rarely() -> None:
     steps = Steps(STEEP, draft_seconds=1.0, draft_rounds=K, model=model)
     intervals = []
     for _ in range(40):
-        drafts = [int(steps.step(accepted=0).drafts.sum()) for _ in range(8 * MAX_PROBE_INTERVAL)]
+        drafts = [int(steps.step(accepted=0).drafts.sum()) for _ in range(8 * MAX_PROBE_INTERVAL_STEPS)]
         intervals.append(np.diff(np.flatnonzero(drafts)))
         for slot in steps.slots:
             steps.policy.start(int(slot), K, True)
-    assert (intervals[0][1:] <= MAX_PROBE_INTERVAL + MAX_HOLD_STEPS).all() and len(intervals[0]) > 4
+    assert (intervals[0][1:] <= MAX_PROBE_INTERVAL_STEPS + MAX_HOLD_STEPS).all() and len(intervals[0]) > 4
     assert not steps.policy.expects_drafts(0)
-    assert (intervals[-1] >= RARE_PROBE_FACTOR * MAX_PROBE_INTERVAL).all()
+    assert (intervals[-1] >= RARE_PROBE_INTERVAL_FACTOR * MAX_PROBE_INTERVAL_STEPS).all()
 
 
 def test_accepted_probe_is_followed_at_once_with_twice_the_length() -> None:
     steps = Steps({1: 1.0, 2: 1.0, 4: 1.9, 8: 3.5, 64: 40.0})
     for _ in range(300):  # the prior learns that drafts are rejected
         steps.step(accepted=0)
-    lengths = [int(steps.step(accepted=1).drafts.max()) for _ in range(2 * MAX_PROBE_INTERVAL)]
+    lengths = [int(steps.step(accepted=1).drafts.max()) for _ in range(2 * MAX_PROBE_INTERVAL_STEPS)]
     first = next(i for i, length in enumerate(lengths) if length)
     assert lengths[first] == 1 and max(lengths[first : first + 12]) >= 2
 

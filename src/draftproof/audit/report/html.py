@@ -19,7 +19,7 @@ h1 { font-size: 1.2rem; }
 .exact, .consistent { color: var(--good); }
 .lossy, .violated { color: var(--bad); }
 .differs, .lossless { color: var(--mid); }
-.not-testable, .cannot-tell { color: var(--dim); }
+.not-testable, .inconclusive { color: var(--dim); }
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: left; vertical-align: top; padding: .4rem .6rem .4rem 0;
   border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
@@ -35,7 +35,7 @@ CLASSES = {
     Verdict.EXACT: "exact",
     Verdict.LOSSLESS: "lossless",
     Verdict.LOSSY: "lossy",
-    Verdict.CANNOT_TELL: "cannot-tell",
+    Verdict.INCONCLUSIVE: "inconclusive",
 }
 
 

@@ -25,7 +25,7 @@ class Verdict(enum.StrEnum):
     EXACT = "exact"
     LOSSLESS = "lossless within"
     LOSSY = "lossy"
-    CANNOT_TELL = "cannot tell"
+    INCONCLUSIVE = "inconclusive"
 
 
 @dataclass
@@ -69,9 +69,9 @@ class Report:
             return Verdict.LOSSY
         top1 = self.result("top1")
         if self.stop_reason or top1 is None or top1.status is not Status.CONSISTENT:
-            return Verdict.CANNOT_TELL
+            return Verdict.INCONCLUSIVE
         if self.epsilon is None or self.epsilon > MAX_EPSILON:
-            return Verdict.CANNOT_TELL
+            return Verdict.INCONCLUSIVE
         statuses = {result.test: result.status for result in self.results}
         if all(statuses.get(test) is Status.EXACT for test in EQUALITY_TESTS) and (
             Status.DIFFERS not in statuses.values()
@@ -97,7 +97,7 @@ class Report:
                 return f"lossless within {points} (power 0.9, error rate {ERROR_RATE}); not exact" + (
                     f": {names} differ." if names else ": not every replay could be tested."
                 )
-        return f"cannot tell: {self.stop_reason or self._reason()}."
+        return f"inconclusive: {self.stop_reason or self._reason()}."
 
     def _sampled_statement(self) -> str:
         """Return what is known of the sampled tokens if other tests found the violations."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from draftproof.audit.report.verdict import Report
     from draftproof.audit.self_test import Tally
 
-EXIT_LOSSY, EXIT_CANNOT_TELL = 1, 3
+EXIT_LOSSY, EXIT_INCONCLUSIVE = 1, 3
 REPORTS = {"json": "JSON", "markdown": "Markdown", "html": "HTML"}
 STYLES = {
     "exact": "green",
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         console.print("--html FILE, --markdown FILE or --json FILE writes the report.", markup=False)
     _write(options, report)
     verdict = str(report.verdict)
-    return {"lossy": EXIT_LOSSY, "cannot tell": EXIT_CANNOT_TELL}.get(verdict, 0)
+    return {"lossy": EXIT_LOSSY, "inconclusive": EXIT_INCONCLUSIVE}.get(verdict, 0)
 
 
 def _audited(options: argparse.Namespace, console: Console) -> Report:

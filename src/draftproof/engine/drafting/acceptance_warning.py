@@ -23,7 +23,7 @@ class AcceptanceWarning:
         self._is_checked = np.zeros(len(sources), np.bool_)
 
     def observe(self, drafts: Ints, accepted: Ints, sources: NDArray[np.int8] | None) -> None:
-        """Take in the verified and accepted drafts [B] of a step, and the source [B, K] of each."""
+        """Record the verified and accepted drafts [B] of a step, and the source [B, K] of each."""
         if sources is None:
             self._drafts[0] += np.add.reduce(drafts)
             self._accepted[0] += np.add.reduce(accepted)

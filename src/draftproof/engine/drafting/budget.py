@@ -34,14 +34,14 @@ from draftproof.engine.drafting.budget_kernels import (
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 
-DECAY = 0.02  # of a posterior towards the prior, per step
-MIN_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 64  # steps between probes
+POSTERIOR_DECAY_PER_STEP = 0.02  # share by which a posterior moves to the prior
+MIN_PROBE_INTERVAL_STEPS, MAX_PROBE_INTERVAL_STEPS = 8, 64
 FIRST_PROBE_LENGTH = 2  # drafts of a new request's first step with drafts, while such drafts are accepted
 MIN_PROMISING_RATE = 0.1  # acceptance rate of the prior below which drafts are almost never accepted
-PROBE_TIME_SHARE = 0.01  # of the time, for probes: it sets the interval between those limits
-RARE_PROBE_FACTOR = 4  # of the interval, where the drafts of a model are almost never accepted
+PROBE_TIME_SHARE = 0.01  # share of the time spent on probes; it sets the interval within its limits
+RARE_PROBE_INTERVAL_FACTOR = 4  # where the drafts of a model are almost never accepted
 FIRST_PLAIN_STEPS = 2  # steps without drafts at first, for each number of requests
-FIRST_PLAIN_INTERVAL_STEPS = 4  # between them
+FIRST_PLAIN_INTERVAL_STEPS = 4  # between these first steps without drafts
 PLAIN_INTERVAL_STEPS = 32  # steps between steps without drafts
 LONG_PLAIN_INTERVAL_STEPS = 128  # where drafts are expected to gain more than MIN_LONG_INTERVAL_SPEEDUP
 MIN_LONG_INTERVAL_SPEEDUP = 1.3
@@ -151,7 +151,7 @@ class DraftBudget:
         if not draft_cost and cost.row_seconds(len(slots) + int(max_drafts.sum())) <= floor:
             self._new_request_drafts = MAX_SPECULATIVE_TOKENS
             return self._choose_all(slots, max_drafts)
-        decay = 1 - (1 - DECAY) ** (self._num_steps - self._decided_at)
+        decay = 1 - (1 - POSTERIOR_DECAY_PER_STEP) ** (self._num_steps - self._decided_at)
         gains, flat_gains, rows = budget_kernels.expected_gains(
             self._columns, self._posteriors, lines, max_drafts, decay
         )
@@ -223,8 +223,8 @@ class DraftBudget:
         extra = self._bounded_seconds(2 * num_requests) - seconds + draft_cost
         interval = extra / (PROBE_TIME_SHARE * (seconds + self._context))
         is_rare = draft_cost > 0 and not self._is_promising[0]
-        factor = RARE_PROBE_FACTOR if is_rare else 1
-        return factor * int(min(max(interval, MIN_PROBE_INTERVAL), MAX_PROBE_INTERVAL))
+        factor = RARE_PROBE_INTERVAL_FACTOR if is_rare else 1
+        return factor * int(min(max(interval, MIN_PROBE_INTERVAL_STEPS), MAX_PROBE_INTERVAL_STEPS))
 
     def _bounded_seconds(self, rows: int) -> float:
         return max(self._cost.row_seconds(rows), self._floor)

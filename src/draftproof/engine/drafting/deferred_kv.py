@@ -63,7 +63,7 @@ class DeferredKV:
         self._first_missing[slot] = first * self._page_size if defers else -1
         self._num_tokens[slot] = (num_cached - first) * self._page_size
 
-    def lose(self, slot: int) -> None:
+    def invalidate(self, slot: int) -> None:
         """Record that KV of the request in `slot` may be missing anywhere: a step with it has failed."""
         self._first_missing[slot] = 0
 

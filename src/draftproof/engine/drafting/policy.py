@@ -199,7 +199,7 @@ class DraftPolicy:
         return np.minimum(drafts, room)
 
     def observe(self, step: StepObservation) -> float | None:
-        """Take in a step. Return its seconds; None if none of its requests is still there."""
+        """Record a step. Return its seconds; None if none of its requests is still there."""
         plan, current, run = step.plan, step.is_current, step.draft_run
         if not np.count_nonzero(current):
             self.run_ahead.record_orphan(step.times)
@@ -233,7 +233,7 @@ class DraftPolicy:
         self._budget.record(slots, granted, accepted)
 
     def _observe_sources(self, step: StepObservation, is_model: Bools) -> None:
-        """Take in which windows were copies, and the accepted drafts of those that began with the model's."""
+        """Record which windows were copies, and the accepted drafts of those that began with the model's."""
         table, granted = step.table, step.plan.drafts
         continues = step.is_current & (granted > 0) & (table[:, ENDED] == 0)
         is_copy = ((table[:, NUM_ACCEPTED] >= granted) & ~is_model)[continues]
@@ -267,7 +267,7 @@ class RoundCosts:
         return DraftCosts(self._round_seconds * rate, row_seconds * rate)
 
     def observe(self, tokens: float, run: DraftRun, has_prompts: bool) -> float:
-        """Take in a step that committed `tokens` per request, and the draft model's run behind it.
+        """Record a step that committed `tokens` per request, and the draft model's run behind it.
 
         Return the seconds of the run besides storing KV.
         """

@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from draftproof.array_types import Ints
-from draftproof.engine.drafting.policy import DraftPolicy
 from draftproof.engine.drafting.prediction_drafts import PredictionDrafts
+from draftproof.engine.scheduler import Scheduler
 from draftproof.engine.sequence import Sequence, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step.device_step import DeviceStep
@@ -28,21 +28,16 @@ class ProposerHooks:
         proposer: Proposer | None,
         device: DeviceStep,
         predictions: PredictionDrafts,
-        lengths: Ints,
-        policy: DraftPolicy,
+        scheduler: Scheduler,
         debug: bool,
     ) -> None:
-        """Create the hooks.
-
-        lengths [S]: tokens of the requests by slot. debug: raise the proposer's exception instead of
-        switching the proposer off.
-        """
+        """Create the hooks; `debug`: raise the proposer's exception instead of switching the proposer off."""
         self.proposer = proposer
         self._drafting = device.drafting
         self._deferred_kv = device.deferred_kv
         self._predictions = predictions
-        self._lengths = lengths
-        self._policy = policy
+        self._lengths = scheduler.mirror.length  # [S] tokens of the requests by slot
+        self._policy = scheduler.policy
         self._debug = debug
 
     @property

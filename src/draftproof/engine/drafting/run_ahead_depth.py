@@ -54,11 +54,11 @@ class RunAhead:
         return now - self._last_read < BUSY_SHARE * self._last_seconds
 
     def record_orphan(self, times: StepTimes) -> None:
-        """Take in a step without a request that is still there: its times mean nothing."""
+        """Record a step whose requests have all ended; its times are not used."""
         self._last_read, self._last_seconds, self._was_late = times.read, 0.0, True
 
     def record_step(self, times: StepTimes) -> StepSeconds:
-        """Take in a step that was just read.
+        """Record a step that was just read.
 
         A step lasts from one read to the next, unless the host was late for either of them.
         """

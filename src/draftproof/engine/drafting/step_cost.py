@@ -31,25 +31,25 @@ import numpy as np
 from draftproof.array_types import Floats64
 
 NO_DRAFT_SECONDS: Mapping[int, float] = {}
-CONTEXT_RATE = 1 / 4  # share of an error that goes to the cost of a key, if the step were context alone
-MIN_CONTEXT_WEIGHT = 1 / 8  # factor of that rate at least, so that a cost of zero can rise
+CONTEXT_RATE = 1 / 4  # share of an error added to the cost of a key, if the step were context alone
+MIN_CONTEXT_WEIGHT = 1 / 8  # minimum factor of `CONTEXT_RATE`, so that a cost of zero can rise
 FIRST_CONTEXT_STEPS = 4  # observed steps without drafts that set the cost of a key; with drafts: of a draft
-DRAFT_CONTEXT_RATE = 1 / 4  # and of a step with drafts to the cost of a key of a draft
-SIZE_RATE = 1 / 16  # and to the correction of the step's size; more in its first steps
-DRAFT_RATE = 1 / 16  # and to the overhead of the draft model, if it ran
-CORRECTION_DECAY = 1 / 1024  # of the corrections, per observed step
-MAX_DRAFT_ERROR_FACTOR = 4.0  # times the predicted seconds of the draft model: a pause counts as that
-DRAFT_DECAY = 1 / 128  # of the draft overhead, per observed step without the draft model
+DRAFT_CONTEXT_RATE = 1 / 4  # share of an error added to `per_draft_key`, in steps with drafts
+SIZE_RATE = 1 / 16  # share of an error added to the correction of the step's size; more in its first steps
+DRAFT_RATE = 1 / 16  # share of an error added to the overhead of the draft model, if it ran
+CORRECTION_DECAY = 1 / 1024  # decay of all corrections, per observed step
+MAX_DRAFT_ERROR_FACTOR = 4.0  # longer draft seconds count as so many times the predicted ones
+DRAFT_DECAY = 1 / 128  # decay of the draft overhead, per observed step without the draft model
 NEIGHBOUR_OCTAVES = 1.0  # distance between sizes at which a correction counts for 1/e
 MIN_CORRECTION = -0.5
-MAX_ERROR_SHARE = 0.5  # of the predicted seconds: a longer step counts as if it took so much longer
-PAUSE_FACTOR = 5.0  # times the predicted seconds: a pause of the caller, not the time of a step
+MAX_ERROR_SHARE = 0.5  # largest counted error, as a share of the predicted seconds
+PAUSE_FACTOR = 5.0  # a step of so many times the predicted seconds contains a pause of the caller
 MAX_PAUSES = 16  # pauses in a row after which the prediction is taken to be wrong
-FIRST_STEPS, STEP_INTERVAL = 3, 4  # of equal steps in a row the first 3 and then every 4th are observed
+FIRST_STEPS, STEP_INTERVAL = 3, 4  # equal steps in a row: the first 3 and then every 4th are observed
 HOST_RATE = 1 / 16  # weight of a step in the mean host seconds
-MAX_HOST_FACTOR = 2.0  # times the mean: longer host parts count as that
-HOST_FLOOR_SHARE = 0.85  # of the mean host seconds: the host is often faster than its mean
-MIN_DRAFT_SHARE = 0.25  # of the timed draft seconds: a free model would always run
+MAX_HOST_FACTOR = 2.0  # longer host parts count as so many times the mean
+HOST_FLOOR_SHARE = 0.85  # lower bound of a step, as a share of the mean host seconds
+MIN_DRAFT_SHARE = 0.25  # minimum predicted draft seconds, as a share of the timed ones; 0: it always runs
 UNMEASURED_ROWS = 64  # rows that double the cost of a step, where nothing was timed
 
 
@@ -90,7 +90,7 @@ class StepCost:
 
     @classmethod
     def unmeasured(cls, max_rows: int) -> StepCost:
-        """Return a guess that is not corrected either, for an engine without warm-up."""
+        """Return a fixed default model for an engine without warm-up; observed steps do not correct it."""
         sizes = {min(1 << power, max_rows) for power in range(max_rows.bit_length() + 1)}
         return cls({size: 1.0 + size / UNMEASURED_ROWS for size in sizes}, learns=False)
 
@@ -117,7 +117,7 @@ class StepCost:
         self._key_seconds: list[float] = self._per_key[distances.argmin(axis=1)].tolist()
 
     def record_host_seconds(self, seconds: float) -> None:
-        """Take in the host's part of a step that ran beside the device."""
+        """Record the host's part of a step that ran beside the device."""
         if not self._host_seconds:
             self._host_seconds = min(seconds, self._seconds[0])
         seconds = min(seconds, MAX_HOST_FACTOR * self._host_seconds)
@@ -132,7 +132,7 @@ class StepCost:
         num_drafts: int = 0,
         rounds: int = 0,
     ) -> None:
-        """Take in a step with `num_drafts` drafts.
+        """Record a step with `num_drafts` drafts.
 
         num_drafting: requests that the draft model ran for behind it. rounds: of it; 0: as many as timed.
         """
@@ -146,7 +146,7 @@ class StepCost:
             self._correct(rows, keys, seconds, num_drafts, self.draft_seconds(num_drafting, rounds))
 
     def observe_drafting(self, requests: int, seconds: float) -> None:
-        """Take in the seconds of the draft model besides storing KV, where a step does not include them."""
+        """Record the seconds of the draft model besides storing KV, where a step does not include them."""
         expected = self.draft_seconds(requests)
         self._draft_overhead += DRAFT_RATE * min(seconds - expected, MAX_DRAFT_ERROR_FACTOR * expected)
 

@@ -1,6 +1,6 @@
 """Entry point of the process of a rank: `python -m draftproof.engine.parallel.follower`, started by rank 0.
 
-It loads its part of the model, then runs the calls that rank 0 sends until its life line is closed.
+It loads its part of the model, then runs the calls that rank 0 sends until its standard input is closed.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def serve(messages: Connection, reports: Connection) -> int:
         return EXIT_FAILED
 
 
-def _watch_life_line() -> None:
+def _watch_parent_pipe() -> None:
     """End this process when rank 0 has closed its standard input, also within a collective."""
     while sys.stdin.buffer.read(4096):
         pass
@@ -189,7 +189,7 @@ def _watch_life_line() -> None:
 def main(messages_fd: int, reports_fd: int) -> int:
     """Run the process of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group: rank 0 acts
-    threading.Thread(target=_watch_life_line, name="draftproof-life", daemon=True).start()
+    threading.Thread(target=_watch_parent_pipe, name="draftproof-life", daemon=True).start()
     return serve(Connection(messages_fd, writable=False), Connection(reports_fd, readable=False))
 
 

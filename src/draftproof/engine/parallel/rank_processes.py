@@ -1,7 +1,7 @@
 """Processes of the ranks behind rank 0: started, watched and ended by the engine.
 
-Messages go to each process through a pipe that it reads in order. A second pipe, its standard input, is its
-life line: when it is closed, for whatever reason, the process ends at once. A third pipe reports to rank 0.
+Messages go to each process through a pipe that it reads in order. When its standard input is closed,
+for whatever reason, the process ends at once. A third pipe reports to rank 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from draftproof.models.weights.sharding import Sharding
 from draftproof.ops import resolve_device
 from draftproof.ops.parallel.communicator import rank_device
 
-EXIT_SECONDS = 5.0  # for a process to end after its life line was closed
+EXIT_SECONDS = 5.0  # for a process to end after its standard input was closed
 REASON_SECONDS = 5.0  # for the end of a process to be noticed after a collective has failed
 ERRORS = {"ConfigError": ConfigError, "LoadError": LoadError}
 Call = tuple[Any, ...]  # name of a method of `follower.Follower`, then its arguments

@@ -85,8 +85,8 @@ class PendingStep:
     tensors: StepTensors
     hidden: Tensor | None  # [R, hidden], if the host needs it
     read: PendingCopy
-    waits: bool  # the host must read the step before it plans another
-    follows: bool  # queued while another step was in flight: the device went from one to the next
+    needs_sync: bool  # the host must read the step before it plans another
+    is_queued_behind: bool  # queued while another step was in flight: the device went from one to the next
     started: float  # `time.perf_counter` when planning began
     grammar_errors: GrammarErrors
     draft_run: DraftRun  # of the draft model behind the step

@@ -5,6 +5,8 @@ The device has computed all of it within the step. A record per draft is made wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,11 +25,12 @@ class ReportedDrafts:
         self._widths, self._prompt_lengths = np.zeros((2, num_slots), np.int64)
         self._entries = np.arange(num_slots)
 
-    def start(self, sequence: Sequence) -> None:
-        """Read what an admitted request reports. Results of the slot's last request are dropped."""
-        slot = sequence.slot
-        self._kinds[slot], self._widths[slot] = sequence.draft_kind, sequence.draft_top
-        self._prompt_lengths[slot] = len(sequence.request.prompt_token_ids)
+    def start(self, admitted: Many[Sequence]) -> None:
+        """Read what admitted requests report. Results of earlier requests of their slots are dropped."""
+        for sequence in admitted:
+            slot = sequence.slot
+            self._kinds[slot], self._widths[slot] = sequence.draft_kind, sequence.draft_top
+            self._prompt_lengths[slot] = len(sequence.request.prompt_token_ids)
 
     def columns(
         self, planned: StepPlan, results: HostResults, source: NDArray[np.int8] | None, lengths: Ints

@@ -29,7 +29,7 @@ def features_of(sequences: Many[Sequence], strategies: Many[Strategy], vocab: in
 def _features_of_one(sequence: Sequence, strategies: Many[Strategy], vocab: int) -> StepFeatures:
     params, kind = sequence.request.params, sequence.logprob_kind
     truncates = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-    has_logprobs = params.wants_logprobs or params.include_draft_logprobs
+    has_logprobs = params.needs_logprobs or params.include_draft_logprobs
     reads_processed = params.logprobs_mode == "processed" and has_logprobs
     reads_processed = reads_processed or strategies[sequence.strategy].needs_processed
     top = -1 if kind is LogprobKind.NONE else logprob_width(top_of(params.logprobs, vocab), vocab)

@@ -184,7 +184,7 @@ class StepResults(Sequence[StepOutput]):
         params = self.requests[i].params
         if extra is not None and extra.logprobs is not None:
             return extra.logprobs
-        if not params.wants_logprobs:
+        if not params.needs_logprobs:
             return None
         tokens = self.tokens(i)
         if not tokens:
@@ -224,7 +224,7 @@ def mode_of(params: SamplingParams) -> LogprobKind:
 
 def logprob_kind_of(params: SamplingParams, vocab: int) -> LogprobKind:
     """Return the kind of columns that hold the logprobs of a request's tokens."""
-    if not params.wants_logprobs or has_long_logprobs(params, vocab):
+    if not params.needs_logprobs or has_long_logprobs(params, vocab):
         return LogprobKind.NONE
     return mode_of(params)
 

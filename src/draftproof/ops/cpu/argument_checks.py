@@ -22,10 +22,10 @@ def check_tensor(
     """Return x, contiguous, after checking what the kernels rely on."""
     is_bf16(x.dtype)
     if x.dim() != dims or (width is not None and x.shape[-1] != width) or x.device.type != "cpu":
-        wanted = f"{dims} dimensions" + ("" if width is None else f", the last of {width}")
-        raise ValueError(f"{name} is {tuple(x.shape)} on {x.device}; wanted {wanted}, on the cpu")
+        expected = f"{dims} dimensions" + ("" if width is None else f", the last of {width}")
+        raise ValueError(f"{name} is {tuple(x.shape)} on {x.device}; expected {expected}, on the cpu")
     if dtype is not None and x.dtype != dtype:
-        raise ValueError(f"{name} is {x.dtype}; wanted {dtype}")
+        raise ValueError(f"{name} is {x.dtype}; expected {dtype}")
     return x.contiguous()
 
 
@@ -36,7 +36,7 @@ def check_norm(weight: Tensor, x: Tensor, width: int) -> Tensor:
 
 def check_ints(name: str, x: Tensor, rows: int | None = None) -> Tensor:
     if x.dim() != 1 or (rows is not None and x.shape[0] != rows) or x.device.type != "cpu":
-        raise ValueError(f"{name} is {tuple(x.shape)} on {x.device}; wanted [{rows}] on the cpu")
+        raise ValueError(f"{name} is {tuple(x.shape)} on {x.device}; expected [{rows}] on the cpu")
     return x.to(torch.int64).contiguous()
 
 
@@ -46,7 +46,7 @@ def check_rows(rows: Rows, count: int, *names: str) -> list[Tensor]:
 
 def check_doubles(x: Tensor, rows: int) -> Tensor:
     if x.shape != (rows,):
-        raise ValueError(f"a limit is {tuple(x.shape)}; wanted [{rows}]")
+        raise ValueError(f"a limit is {tuple(x.shape)}; expected [{rows}]")
     return x.to(torch.float64).contiguous()
 
 
@@ -55,7 +55,7 @@ def check_cache(cache: Tensor, heads: AttentionShape, dtype: torch.dtype) -> Non
     planes = 1 if heads.value_dim else 2
     if cache.dim() != 5 or cache.shape[0] != planes or cache.shape[3:] != (heads.num_kv, row):
         raise ValueError(
-            f"cache is {tuple(cache.shape)}; wanted [{planes}, pages, page_size, {heads.num_kv}, {row}]"
+            f"cache is {tuple(cache.shape)}; expected [{planes}, pages, page_size, {heads.num_kv}, {row}]"
         )
     has_dtype = cache.dtype == dtype or kv_format(cache.dtype) is not None
     if not has_dtype or not cache.is_contiguous() or cache.numel() == 0:
@@ -66,5 +66,5 @@ def check_cache(cache: Tensor, heads: AttentionShape, dtype: torch.dtype) -> Non
 
 def check_logits(x: Tensor) -> tuple[Tensor, int, int]:
     if x.dim() != 2 or x.dtype != torch.float32 or x.device.type != "cpu" or x.shape[1] == 0:
-        raise ValueError(f"logits are {tuple(x.shape)} {x.dtype} on {x.device}; wanted fp32 [R, V]")
+        raise ValueError(f"logits are {tuple(x.shape)} {x.dtype} on {x.device}; expected fp32 [R, V]")
     return x.contiguous(), x.shape[0], x.shape[1]

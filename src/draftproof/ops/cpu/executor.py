@@ -14,7 +14,7 @@ from draftproof.ops.contract.runtime import Forward
 from draftproof.ops.cpu.jit.compile import Kernel
 from draftproof.ops.cpu.jit.program import Argument, Program, Recorder, as_word
 from draftproof.ops.cpu.jit.release_memory import release_start_up_memory
-from draftproof.ops.cpu.jit.thread_pool import WIDTH, Team
+from draftproof.ops.cpu.jit.thread_pool import INSTRUCTION_WORDS, Team
 from draftproof.types import Rows
 
 RELEASE_CALLS = 4  # calls of a pass after which kernels outside it, as for sampling, are compiled too
@@ -65,9 +65,9 @@ class Executor:
     ) -> Callable[[], None]:
         """Return a call of kernels, to be repeated while its tensors stay where they are."""
         words = [as_word(value) for value in arguments]
-        table, line = bytearray(8 * WIDTH * len(kernels)), struct.Struct(f"={len(words) + 1}q")
+        table, line = bytearray(8 * INSTRUCTION_WORDS * len(kernels)), struct.Struct(f"={len(words) + 1}q")
         for i, each in enumerate(kernels):
-            line.pack_into(table, 8 * WIDTH * i, each.address, *words)
+            line.pack_into(table, 8 * INSTRUCTION_WORDS * i, each.address, *words)
         return partial(self.team.run, table, len(kernels), rows, scratch, small)
 
 

@@ -1,4 +1,4 @@
-"""Results that depend on objects which come again in later steps, kept by the identity of the objects."""
+"""Cache of function results, keyed by the identity of the arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class IdentityCache(Generic[T]):
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
-        self._kept: dict[tuple[int, ...], tuple[tuple[Any, ...], T]] = {}  # objects that live keep their ids
+        # The cache holds the arguments, so that their ids are not reused.
+        self._kept: dict[tuple[int, ...], tuple[tuple[Any, ...], T]] = {}
 
     def get(self, *objects: Any) -> T:
         """Return the result for these objects."""

@@ -127,7 +127,7 @@ def _layout(  # type: ignore[no-untyped-def]
 @compiled
 def _commit(  # type: ignore[no-untyped-def]
     plan_slots, chunk, slots, first, num_draft, draft,
-    tokens, length, computed, ended, slot_drafts, max_length, wants, ends,
+    tokens, length, computed, ended, slot_drafts, max_length, logprob_kind, ends,
     token, accept, recovered, bad, table, pick_rows, pick_tokens,
 ):  # fmt: skip
     """Commit the tokens of every window; see `StepOps.commit`."""
@@ -155,7 +155,7 @@ def _commit(  # type: ignore[no-untyped-def]
                 one = token[row] if accepted == num_draft[b] else recovered[row]
             tokens[s, length[s] + out] = one
             table[b, TOKENS + out] = one
-            if wants[s] > 0:
+            if logprob_kind[s] > 0:
                 pick_rows[picks + out], pick_tokens[picks + out] = row, one
             out += 1
             if ends[s, one]:
@@ -170,7 +170,7 @@ def _commit(  # type: ignore[no-untyped-def]
         table[b, NUM_OUT], table[b, NUM_DRAFT] = out, num_draft[b]
         table[b, NUM_ACCEPTED], table[b, ENDED] = min(accepted, out), end
         table[b, FIRST_ROW] = first[b]
-        if wants[s] > 0 and out > 0:
+        if logprob_kind[s] > 0 and out > 0:
             table[b, PICK] = picks
             picks += out
     pick_rows[picks:] = -1

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import AllgatherOptions, FileStore
 from draftproof.errors import ConfigError
 from draftproof.ops.contract.communicator import Communicator
 
-TIMEOUT = timedelta(minutes=30)  # of one collective; another rank may compile kernels in that time
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # of one collective; another rank may compile kernels in that time
 
 
 class ProcessCommunicator(Communicator):
@@ -76,7 +76,7 @@ def _gloo(store: Any, rank: int, size: int) -> Any:
     """Return a gloo group that is bound to this machine's own address."""
     gloo: Any = distributed.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = TIMEOUT
+    options._timeout = COLLECTIVE_TIMEOUT
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     return gloo(store, rank, size, options)
 
@@ -85,7 +85,7 @@ def _nccl(store: Any, rank: int, size: int) -> Any:
     if not distributed.is_nccl_available():
         raise ConfigError("tensor_parallel_size > 1 on GPUs needs a build of torch with NCCL")
     options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = TIMEOUT
+    options._timeout = COLLECTIVE_TIMEOUT
     return distributed.ProcessGroupNCCL(store, rank, size, options)
 
 

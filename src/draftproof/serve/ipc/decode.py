@@ -111,7 +111,7 @@ class ReceivedGroup:
     kinds: NDArray[np.uint8]  # [len(requests)] logprob kind that each requested
     widths: dict[LogprobKind, LogprobWidth]  # of the blocks of logprobs
     host_logprobs: list[int]  # indices of requests whose logprobs come as row sets
-    wants_embedding: list[int]  # indices of requests with pooling
+    embedding_requests: list[int]  # indices of requests with pooling
 
     @classmethod
     def build(cls, handles: list[int], known: Mapping[int, Request], vocab: int) -> ReceivedGroup:
@@ -130,7 +130,7 @@ class ReceivedGroup:
             kinds=np.array(kinds, np.uint8),
             widths=widest(zip(kinds, widths, strict=True)),
             host_logprobs=[i for i, request in pairs if has_long_logprobs(request.params, vocab)],
-            wants_embedding=[i for i, request in pairs if request.pooling is not None],
+            embedding_requests=[i for i, request in pairs if request.pooling is not None],
         )
 
     def check(self, frame: DecodedFrame) -> None:
@@ -146,7 +146,7 @@ class ReceivedGroup:
             extra = frame.extras.get(i)
             has_rows = extra is not None and extra.logprobs is not None
             matches = matches and (not frame.table[i, NUM_OUT] or has_rows)
-        for i in self.wants_embedding:
+        for i in self.embedding_requests:
             extra = frame.extras.get(i)
             has_embedding = extra is not None and extra.embedding is not None
             matches = matches and (not frame.table[i, NUM_OUT] or has_embedding)

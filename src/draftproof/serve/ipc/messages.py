@@ -24,7 +24,7 @@ from draftproof.types import PoolingType, Request
 from draftproof.verify.guarantee import StrategyGuarantees
 
 # first bytes of a message of the worker; a frame begins with frame.MAGIC
-ENGINE_INFO, GOODBYE, TIMINGS, OPERATION_RESULT = b"DPRW", b"DPRB", b"DPRT", b"DPRO"
+ENGINE_INFO, DISCONNECTED, TIMINGS, OPERATION_RESULT = b"DPRW", b"DPRB", b"DPRT", b"DPRO"
 # options of SamplingParams that the HTTP process converts to token ids, or handles itself
 TEXT_OPTIONS = ("stop", "bad_words", "prediction", "logits_processors")
 Handle = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -95,7 +95,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     description: str
 
 
-class Goodbye(msgspec.Struct, frozen=True):
+class Disconnected(msgspec.Struct, frozen=True):
     """Last message of the worker to an HTTP process."""
 
     reason: str
@@ -105,7 +105,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_message = msgspec.msgpack.Decoder(Hello | AddRequests | AbortRequests | RunOperation).decode
 decode_body = msgspec.msgpack.Decoder(RequestBody).decode
 decode_engine_info = msgspec.msgpack.Decoder(EngineInfo).decode
-decode_goodbye = msgspec.msgpack.Decoder(Goodbye).decode
+decode_disconnected = msgspec.msgpack.Decoder(Disconnected).decode
 decode_operation_result = msgspec.msgpack.Decoder(OperationResult).decode
 decode_timings = msgspec.msgpack.Decoder(Timings).decode
 

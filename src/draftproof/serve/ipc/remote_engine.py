@@ -39,15 +39,15 @@ from draftproof.serve.ipc.decode import (
 )
 from draftproof.serve.ipc.frame import VERSION, Bounds, FrameError, RequestStatus
 from draftproof.serve.ipc.messages import (
+    DISCONNECTED,
     ENGINE_INFO,
-    GOODBYE,
     OPERATION_RESULT,
     TIMINGS,
     EngineInfo,
     OperationResult,
     RunOperation,
+    decode_disconnected,
     decode_engine_info,
-    decode_goodbye,
     decode_operation_result,
     decode_timings,
     encode,
@@ -247,8 +247,8 @@ class RemoteEngine:
         if data.startswith(OPERATION_RESULT):
             self._on_operation_result(decode_operation_result(data[len(OPERATION_RESULT) :]))
             return NO_RESULTS
-        if data.startswith(GOODBYE):
-            reason = decode_goodbye(data[len(GOODBYE) :]).reason
+        if data.startswith(DISCONNECTED):
+            reason = decode_disconnected(data[len(DISCONNECTED) :]).reason
             self._connection.reconnect()
             return self._on_disconnect(f"the engine has stopped: {reason}")
         frame = decode_frame(data, self._bounds)

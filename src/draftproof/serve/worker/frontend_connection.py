@@ -1,11 +1,12 @@
-"""Connection of one HTTP process as the worker sees it: its requests and the frames not sent yet.
+"""Connection of the worker to one HTTP process: its requests and the frames not sent yet.
 
 A frame goes to the socket's queue. When that queue is full because the HTTP process does not read, the frame
 is buffered here, so that no result is dropped and no other HTTP process is delayed. Beyond STALL_BYTES the
 connection counts as stalled. If no other HTTP process has requests, the engine pauses for a stalled one, for
-SOLE_STALL_SECONDS at most. Otherwise the engine goes on, and the connection is dropped after it has read
-nothing for SHARED_STALL_SECONDS, or at MAX_OUTBOX_BYTES. Its requests are aborted then, and the goodbye
-message is the last one it receives; the HTTP process reports the error to its clients and reconnects.
+ONLY_CLIENT_STALL_SECONDS at most. Otherwise the engine goes on, and the connection is dropped after it has
+read nothing for SHARED_STALL_SECONDS, or at MAX_OUTBOX_BYTES. Its requests are aborted then, and the
+disconnect message is the last one it receives; the HTTP process reports the error to its clients and
+reconnects.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from draftproof.types import LogprobKind, Request
 
 STALL_BYTES = 64 << 20  # buffered frames above which a connection counts as stalled
 MAX_OUTBOX_BYTES = 256 << 20  # buffered frames above which a connection is dropped
-SOLE_STALL_SECONDS = 60.0  # timeout of a stalled connection while no other one has requests
+ONLY_CLIENT_STALL_SECONDS = 60.0  # timeout of a stalled connection while no other one has requests
 SHARED_STALL_SECONDS = 5.0  # timeout of a stalled connection otherwise
 
 
@@ -88,12 +89,15 @@ class FrontendConnection:
             self.outbox.append(data)
             self.outbox_bytes += len(data)
 
-    def flush(self, socket: zmq.Socket[bytes], is_sole: bool) -> None:
-        """Send buffered frames while the queue has room; raises as `send`. `is_sole`: no other is busy."""
+    def flush(self, socket: zmq.Socket[bytes], is_only_active: bool) -> None:
+        """Send buffered frames while the queue has room; raises as `send`.
+
+        is_only_active: no other HTTP process has requests.
+        """
         while self.outbox and self.try_send(socket, self.outbox[0]):
             self.outbox_bytes -= len(self.outbox.popleft())
             self.stalled_since = time.monotonic() if self.is_stalled else None
-        timeout = SOLE_STALL_SECONDS if is_sole else SHARED_STALL_SECONDS
+        timeout = ONLY_CLIENT_STALL_SECONDS if is_only_active else SHARED_STALL_SECONDS
         if self.stalled_since is not None and time.monotonic() - self.stalled_since > timeout:
             raise FrontendStalled
 

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from draftproof.serve.ipc.connection import MAX_QUEUED_FRAMES, Waker
-from draftproof.serve.ipc.messages import GOODBYE, Goodbye, encode
+from draftproof.serve.ipc.messages import DISCONNECTED, Disconnected, encode
 from draftproof.serve.worker.frontend_connection import (
     FrontendConnection,
     FrontendDisconnected,
@@ -31,7 +31,7 @@ class Frontends:
         self.connections: dict[bytes, FrontendConnection] = {}
         self._release = release
         self._num_accepted = 0
-        self._rejected: list[FrontendConnection] = []  # dropped connections without a goodbye message yet
+        self._rejected: list[FrontendConnection] = []  # dropped connections without a disconnect message yet
         self._waker = Waker()
         self.wake = self._waker.wake  # ends `wait`, from any thread or a signal handler
         self._context = zmq.Context()
@@ -64,16 +64,16 @@ class Frontends:
         self.for_each(lambda each: each.outbox or each.try_send(self.socket, data))
 
     def flush(self) -> None:
-        """Send buffered frames and goodbye messages as far as the queues have room."""
+        """Send buffered frames and disconnect messages as far as the queues have room."""
         if self._rejected:
             reason = "this HTTP process did not read its frames"
-            self._rejected = [each for each in self._rejected if not self._send_goodbye(each, reason)]
+            self._rejected = [each for each in self._rejected if not self._send_disconnected(each, reason)]
         if self.has_buffered:
             num_with_requests = sum(bool(each.entries) for each in self.connections.values())
             for each in list(self.connections.values()):
                 if each.outbox:
-                    is_sole = num_with_requests == bool(each.entries)
-                    self.guard(each, each.flush, self.socket, is_sole)
+                    is_only_active = num_with_requests == bool(each.entries)
+                    self.guard(each, each.flush, self.socket, is_only_active)
 
     @property
     def has_buffered(self) -> bool:
@@ -89,8 +89,8 @@ class Frontends:
         return made
 
     def reject(self, identity: bytes) -> None:
-        """Send goodbye to a process that is not connected, so that it connects anew."""
-        self._send_goodbye(FrontendConnection(identity, 0), "this HTTP process is not connected")
+        """Send the disconnect message to a process that is not connected, so that it connects anew."""
+        self._send_disconnected(FrontendConnection(identity, 0), "this HTTP process is not connected")
 
     def for_each(self, call: Callable[[FrontendConnection], object]) -> None:
         """Call `call` with every connection, and drop those that fail."""
@@ -115,27 +115,27 @@ class Frontends:
         self.connections.pop(connection.identity, None)
         self._release(connection)
 
-    def _send_goodbye(self, connection: FrontendConnection, reason: str) -> bool:
-        """Send the goodbye message; return False if the queue is full."""
+    def _send_disconnected(self, connection: FrontendConnection, reason: str) -> bool:
+        """Send the disconnect message; return False if the queue is full."""
         try:
-            return connection.try_send(self.socket, GOODBYE + encode(Goodbye(reason)))
+            return connection.try_send(self.socket, DISCONNECTED + encode(Disconnected(reason)))
         except FrontendDisconnected:
             return True
 
     def close(self, reason: str) -> None:
-        """Send what is left and the goodbye message, wait for the HTTP processes to disconnect, and close.
+        """Send what is left and the disconnect message, wait for the HTTP processes to disconnect, and close.
 
         A ZeroMQ reader whose queue is full loses what is in the kernel's buffer when the sender closes first.
-        An HTTP process disconnects once it has read the goodbye message, so the worker waits for that, for
+        An HTTP process disconnects once it has read the disconnect message, so the worker waits for that, for
         LINGER_SECONDS at most.
         """
         until = time.monotonic() + LINGER_SECONDS
-        goodbye = GOODBYE + encode(Goodbye(reason))
+        message = DISCONNECTED + encode(Disconnected(reason))
         waiting = list(self.connections.values())
         for connection in waiting:
             with contextlib.suppress(Exception):  # a failed engine may not be able to abort requests
                 self.drop(connection)
-        while waiting := [each for each in waiting if self._is_open(each, goodbye)]:
+        while waiting := [each for each in waiting if self._is_open(each, message)]:
             if time.monotonic() > until:
                 log.warning("%d HTTP processes did not read their last frames", len(waiting))
                 break
@@ -144,16 +144,16 @@ class Frontends:
         self._context.term()
         self._waker.close()
 
-    def _is_open(self, connection: FrontendConnection, goodbye: bytes) -> bool:
-        """Send what is left, then the goodbye message; return False once the process has disconnected.
+    def _is_open(self, connection: FrontendConnection, message: bytes) -> bool:
+        """Send what is left, then the disconnect message; return False once the process has disconnected.
 
-        The router reports a disconnect only when it sends, so the goodbye message is sent repeatedly.
+        The router reports a disconnect only when it sends, so the disconnect message is sent repeatedly.
         """
         try:
             while connection.outbox and connection.try_send(self.socket, connection.outbox[0]):
                 connection.outbox.popleft()
             if not connection.outbox:
-                connection.try_send(self.socket, goodbye)
+                connection.try_send(self.socket, message)
         except FrontendDisconnected:
             return False
         return True

@@ -1,6 +1,6 @@
 """Entry point of the worker process: `python -m draftproof.serve.worker.main`, started by the supervisor.
 
-The first line of standard input is the job. Standard input stays open as a life line: when it is closed, for
+The first line of standard input is the job. Standard input stays open; when the parent closes it, for
 whatever reason, the process and everything that it started end at once. Reports to the supervisor go to a
 pipe, one JSON object a line.
 """
@@ -33,7 +33,7 @@ EXIT_SETUP_FAILED, EXIT_ENGINE_FAILED = 2, 70
 
 
 class ReportPipe:
-    """Pipe to the supervisor. A pipe without a reader is ignored: the life line ends the process then."""
+    """Pipe to the supervisor. A pipe without a reader is ignored, since the parent has ended then."""
 
     def __init__(self, descriptor: int) -> None:
         self._pipe = os.fdopen(descriptor, "wb", 0)
@@ -52,7 +52,7 @@ def main() -> int:
     reports = ReportPipe(job["reports"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group: the server acts
     logging.basicConfig(level=job["log_level"], format="%(asctime)s %(levelname)s worker: %(message)s")
-    threading.Thread(target=_watch_life_line, args=(folder,), name="draftproof-life", daemon=True).start()
+    threading.Thread(target=_watch_parent_pipe, args=(folder,), name="draftproof-life", daemon=True).start()
     try:
         with no_collection():
             from draftproof.llm import LLM
@@ -90,7 +90,7 @@ def _report_beats(worker: Worker, reports: ReportPipe) -> None:
         time.sleep(HEARTBEAT_SECONDS)
 
 
-def _watch_life_line(folder: Path) -> None:
+def _watch_parent_pipe(folder: Path) -> None:
     """Block until standard input is closed, then end the process and its children."""
     with contextlib.suppress(OSError, ValueError):
         while sys.stdin.buffer.read(1):

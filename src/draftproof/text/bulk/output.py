@@ -69,11 +69,11 @@ class BulkOutput:
     ) -> None:
         params = request.params
         self.logprob_kind = LogprobKind.NONE
-        if params.wants_logprobs:
+        if params.needs_logprobs:
             self.logprob_kind = LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
         self.named_ids = params.logprob_token_ids or ()
         self.top = len(self.named_ids) or top_of(params.logprobs, vocab)  # logprobs besides the token's own
-        self.wants_drafts = params.include_draft_logprobs
+        self.reports_drafts = params.include_draft_logprobs
         self.draft_parts: list[DraftPart] = []
         self._sources = sources
         self.max_tokens = params.max_tokens
@@ -114,7 +114,7 @@ class BulkOutput:
                 rows = LogprobTable(self.logprob_parts, self.named_ids)
             out.logprobs = LogprobMaps(rows, self.tokenizer)
             out.cumulative_logprob = self.cumulative_logprob
-        if self.wants_drafts:
+        if self.reports_drafts:
             out.drafts = DraftList(self.draft_parts, self._sources)
         return out
 

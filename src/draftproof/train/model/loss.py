@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     target_index: Tensor  # [steps, M] int64: index in `target_rows` of row p + 1 + j
 
     @classmethod
-    def of(cls, weight: Tensor, grain: int = 1) -> Rows:
+    def from_weights(cls, weight: Tensor, grain: int = 1) -> Rows:
         """Select the rows with weight [steps, N], on the CPU; 0 where row p + 1 + j is of another text.
 
         M is padded to a multiple of `grain` with a row of weight 0; with a grain above 1 all target rows are

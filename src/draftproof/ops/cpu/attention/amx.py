@@ -18,7 +18,7 @@ import numpy as np
 
 from draftproof.ops.cpu.attention.amx_value_tiles import PAIRED_KEYS, clear_values, pack_values
 from draftproof.ops.cpu.attention.arguments import ARG, arg
-from draftproof.ops.cpu.attention.fma import SPLIT, clear, clip, first_key
+from draftproof.ops.cpu.attention.fma import SPLIT_KEYS, clear, clip, first_key
 from draftproof.ops.cpu.attention.kv import (
     FLOAT,
     copy_kv_bf16,
@@ -66,7 +66,7 @@ def _find_keys(args: int, slot: int, head: int, start: int, end: int, places: in
 def _dot_keys(
     args: int, places: int, keys: int, queries: int, padded: int, packed: int, c: int, lines: int, scores: int
 ) -> None:
-    """Write scores [queries, SPLIT] of `keys` keys, 16 at a time; packed: tiles of the queries.
+    """Write scores [queries, SPLIT_KEYS] of `keys` keys, 16 at a time; packed: tiles of the queries.
 
     Keys are read where they are stored if 16 of them are on one page and fill whole tiles.
     """
@@ -92,11 +92,11 @@ def _dot_keys(
         for query in range(0, queries, TILE_KEYS):
             tiles = packed + query * 2 * padded
             tiles_dot_keys(rows, row_bytes, tiles, padded // 32, c)
-            to = scores + 4 * (query * SPLIT + first)
+            to = scores + 4 * (query * SPLIT_KEYS + first)
             if queries - query <= FEW_QUERIES:
-                transpose_few(c, 64, to, 4 * SPLIT)
+                transpose_few(c, 64, to, 4 * SPLIT_KEYS)
             else:
-                transpose(c, 64, to, 4 * SPLIT)
+                transpose(c, 64, to, 4 * SPLIT_KEYS)
 
 
 @device
@@ -149,21 +149,21 @@ def split_amx(
     scratch = (scratch + 63) // 64 * 64
     qs = scratch  # [tall, padded] bf16
     query_tiles = qs + tall * padded * 2  # [tall / 16, padded / 32]: tiles of 16 pairs x 16 queries
-    scores = query_tiles + tall * padded * 2  # [tall, SPLIT] fp32
-    high = scores + tall * SPLIT * 4  # [tall, SPLIT] bf16: weights
-    low = high + tall * SPLIT * 2  # [tall, SPLIT] bf16: the remainder after `high`
-    sums = low + tall * SPLIT * 2  # [tall, wide] fp32
+    scores = query_tiles + tall * padded * 2  # [tall, SPLIT_KEYS] fp32
+    high = scores + tall * SPLIT_KEYS * 4  # [tall, SPLIT_KEYS] bf16: weights
+    low = high + tall * SPLIT_KEYS * 2  # [tall, SPLIT_KEYS] bf16: the remainder after `high`
+    sums = low + tall * SPLIT_KEYS * 2  # [tall, wide] fp32
     packed = sums + tall * wide * 4  # tiles of V
-    lines = packed + SPLIT * wide * 2  # [16, padded] bf16: keys
-    places = lines + TILE_KEYS * wide * 2  # [SPLIT] int64
-    flags = places + SPLIT * 8  # [SPLIT] int64
-    c = flags + SPLIT * 8  # [16, 16] fp32: scores of a tile
+    lines = packed + SPLIT_KEYS * wide * 2  # [16, padded] bf16: keys
+    places = lines + TILE_KEYS * wide * 2  # [SPLIT_KEYS] int64
+    flags = places + SPLIT_KEYS * 8  # [SPLIT_KEYS] int64
+    c = flags + SPLIT_KEYS * 8  # [16, 16] fp32: scores of a tile
 
-    lowest, highest = split + SPLIT, split
+    lowest, highest = split + SPLIT_KEYS, split
     for row in range(rows):
         position = load_i64(positions + 8 * row)
         lowest = min(lowest, max(split, first_key(position, window)))
-        highest = max(highest, min(split + SPLIT, position + 1))
+        highest = max(highest, min(split + SPLIT_KEYS, position + 1))
     lowest = lowest // PAIRED_KEYS * PAIRED_KEYS  # tiles of V begin at the same keys for every row
     if highest <= lowest:
         for i in range(queries):
@@ -190,7 +190,7 @@ def split_amx(
         position = load_i64(positions + 8 * (i // group))
         begin = clip(first_key(position, window), lowest, highest) - lowest
         end = clip(position + 1, lowest, highest) - lowest
-        line = i * SPLIT + at
+        line = i * SPLIT_KEYS + at
         top, mass = _softmax(scores + line * 4, high + line * 2, low + line * 2, begin, end, keys, scale)
         store_f32(part_state + 8 * i, top)
         store_f32(part_state + 8 * i + 4, mass)
@@ -199,11 +199,11 @@ def split_amx(
     if any_bad:
         clear_values(args, places, highest - lowest, packed, flags)
     for i in range(0, tall, 16):
-        line = (i * SPLIT + at) * 2
+        line = (i * SPLIT_KEYS + at) * 2
         for d in range(0, wide, 64):
             tiles = packed + d // 64 * (keys // 32) * 4 * TILE_BYTES
             to = sums + (i * wide + d) * 4
-            tiles_dot_values(high + line, low + line, SPLIT * 2, tiles, keys // 32, to, wide * 4)
+            tiles_dot_values(high + line, low + line, SPLIT_KEYS * 2, tiles, keys // 32, to, wide * 4)
     for i in range(queries):
         position = load_i64(positions + 8 * (i // group))
         sees_bad = False

@@ -17,7 +17,7 @@ from draftproof.ops.cpu.attention.amx import split_amx
 from draftproof.ops.cpu.attention.arguments import ARG, arg
 from draftproof.ops.cpu.attention.fma import (
     MAX_QUERIES,
-    SPLIT,
+    SPLIT_KEYS,
     clear,
     first_key,
     make_split,
@@ -58,7 +58,7 @@ def _splits(args: int, first: int, end: int) -> Any:
         high = max(high, position + 1)
     # positions beyond the page table are clamped to it
     high = min(high, arg(args, ARG.max_pages) * arg(args, ARG.page_size))
-    return slot, max(0, low) // SPLIT, (high + SPLIT - 1) // SPLIT, high
+    return slot, max(0, low) // SPLIT_KEYS, (high + SPLIT_KEYS - 1) // SPLIT_KEYS, high
 
 
 @device
@@ -88,7 +88,7 @@ def _cost_functions(amx: bool) -> Any:
 
     @device
     def cost_of(low: int, high: int, keys: int, queries: int) -> int:
-        cost = (high - low) * SPLIT_COST_KEYS + min(high * SPLIT, keys) - low * SPLIT
+        cost = (high - low) * SPLIT_COST_KEYS + min(high * SPLIT_KEYS, keys) - low * SPLIT_KEYS
         return cost if amx else cost * (KEY_COST_QUERIES + queries)  # a tile multiplies 16 queries at once
 
     @device
@@ -132,7 +132,9 @@ def _attention(bf16: bool, amx: bool, form: int, unit: int) -> Kernel:
                     for head in range(num_kv):
                         if _owner(cost_before + cost // 2, all_cost, threads) == thread:
                             part = where + (head * (high - low) + split - low) * step
-                            split_keys(args, first, end - first, head, slot, split * SPLIT, part, scratch)
+                            split_keys(
+                                args, first, end - first, head, slot, split * SPLIT_KEYS, part, scratch
+                            )
                         cost_before += cost
                 where += num_kv * (high - low) * step
                 first = end
@@ -148,7 +150,7 @@ def _attention(bf16: bool, amx: bool, form: int, unit: int) -> Kernel:
                     for i in range(queries):
                         clear(total + i * wide * 4, state + 8 * i, wide)
                     for split in range(low, high):
-                        split_keys(args, first, end - first, head, slot, split * SPLIT, part, rest)
+                        split_keys(args, first, end - first, head, slot, split * SPLIT_KEYS, part, rest)
                         for i in range(queries):
                             at = i * wide * 4
                             merge(total + at, state + 8 * i, part + at, part_state + 8 * i, wide)

@@ -33,7 +33,7 @@ from draftproof.ops.cpu.jit.compile import (
     store_f32,
 )
 
-SPLIT = 128  # keys per split
+SPLIT_KEYS = 128  # keys per split
 MAX_QUERIES = 48  # (row, head) pairs that share a pass over K and V
 _ZERO = np.float32(0.0)
 _LOWEST = np.float32(-3.0e38)
@@ -45,7 +45,7 @@ def scratch_bytes(group: int, dim: int) -> int:
     `attention`, `split_fma`, `split_amx` and the key loader of gathered keys define its layout.
     """
     queries, wide = max(MAX_QUERIES, group) + 16, -(-dim // COLUMNS) * COLUMNS
-    return 4 * (queries * (2 * SPLIT + 4 * wide + 8) + 2 * SPLIT * wide) + 8192
+    return 4 * (queries * (2 * SPLIT_KEYS + 4 * wide + 8) + 2 * SPLIT_KEYS * wide) + 8192
 
 
 @inlined
@@ -174,10 +174,10 @@ def _add_weighted_values(
                         lo = max(lo, both_hi)
                 if lo < hi:
                     for column in range(0, wide, COLUMNS):
-                        a = weights + (j * SPLIT + lo - split) * 4
+                        a = weights + (j * SPLIT_KEYS + lo - split) * 4
                         b = values + ((lo - start) * wide + column) * 4
                         c = sums + (j * wide + column) * 4
-                        panel_cached(rows, a, SPLIT * 4, b, wide * 4, c, wide * 4, hi - lo)
+                        panel_cached(rows, a, SPLIT_KEYS * 4, b, wide * 4, c, wide * 4, hi - lo)
 
 
 @cache
@@ -210,15 +210,15 @@ def make_split(bf16: bool, form: int, unit: int) -> Any:
         values = arg(args, ARG.values)
 
         qs = scratch  # [queries, wide] fp32, scaled
-        scores = qs + queries * wide * 4  # [queries, SPLIT]
+        scores = qs + queries * wide * 4  # [queries, SPLIT_KEYS]
         # K [dim, BLOCK] and later V [BLOCK, wide] in one buffer: two would fill the cache
-        block = scores + queries * SPLIT * 4
+        block = scores + queries * SPLIT_KEYS * 4
 
-        lowest, highest = split + SPLIT, split
+        lowest, highest = split + SPLIT_KEYS, split
         for row in range(rows):
             position = load_i64(positions + 8 * row)
             lowest = min(lowest, max(split, first_key(position, window)))
-            highest = max(highest, min(split + SPLIT, position + 1))
+            highest = max(highest, min(split + SPLIT_KEYS, position + 1))
             for g in range(group):
                 i = row * group + g
                 src = arg(args, ARG.q) + ((first + row) * num_q + head * group + g) * dim * size
@@ -232,19 +232,26 @@ def make_split(bf16: bool, form: int, unit: int) -> Any:
             at = scores + (start - split) * 4
             for i in range(queries):
                 for key in range(0, BLOCK, 16):
-                    v.store(at + (i * SPLIT + key) * 4, v.splat(_ZERO))
+                    v.store(at + (i * SPLIT_KEYS + key) * 4, v.splat(_ZERO))
             for i in range(0, queries, MAX_ROWS):
                 n = min(MAX_ROWS, queries - i)
                 panel_cached(
-                    n, qs + i * wide * 4, wide * 4, block, BLOCK * 4, at + i * SPLIT * 4, SPLIT * 4, dim
+                    n,
+                    qs + i * wide * 4,
+                    wide * 4,
+                    block,
+                    BLOCK * 4,
+                    at + i * SPLIT_KEYS * 4,
+                    SPLIT_KEYS * 4,
+                    dim,
                 )
         for i in range(queries):
             position = load_i64(positions + 8 * (i // group))
-            begin = clip(first_key(position, window), split, split + SPLIT) - split
-            end = clip(position + 1, split, split + SPLIT) - split
+            begin = clip(first_key(position, window), split, split + SPLIT_KEYS) - split
+            end = clip(position + 1, split, split + SPLIT_KEYS) - split
             clear(part + i * out_wide * 4, part_state + 8 * i, out_wide)
             if begin < end:
-                top, mass = _softmax(scores + i * SPLIT * 4, begin, end)
+                top, mass = _softmax(scores + i * SPLIT_KEYS * 4, begin, end)
                 store_f32(part_state + 8 * i, top)
                 store_f32(part_state + 8 * i + 4, mass)
         for start in range(lowest, highest, BLOCK):

@@ -30,7 +30,7 @@ from draftproof.ops.cpu.jit.compile import (
 _TILE_DATA = 18  # XSAVE component that a process must request
 _ARCH_PRCTL, _REQ_XCOMP_PERM = 158, 0x1023
 TILE_BYTES = 1024
-AHEAD = 8 * TILE_BYTES  # how far ahead GEMM prefetches weights
+PREFETCH_BYTES = 8 * TILE_BYTES  # how far ahead GEMM prefetches weights
 
 
 def available() -> bool:
@@ -79,7 +79,7 @@ def _tiles_run(row_tiles: int, stream: bool, product: str = "tdpbf16ps") -> Any:
                     _call(builder, product, I8(2 * rows + tile), I8(4 + rows), I8(6 + tile))
             if stream:
                 for line in range(0, 2 * TILE_BYTES, 64):
-                    emit_prefetch(builder, _pointer(builder, w, AHEAD + line))
+                    emit_prefetch(builder, _pointer(builder, w, PREFETCH_BYTES + line))
 
     return op(void, [i64] * 4, build)
 

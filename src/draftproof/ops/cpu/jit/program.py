@@ -19,9 +19,9 @@ from torch import Tensor
 from draftproof.errors import DraftproofError
 from draftproof.ops.cpu.jit.compile import Kernel
 from draftproof.ops.cpu.jit.parallel_compile import compile_kernels
-from draftproof.ops.cpu.jit.thread_pool import WIDTH, aligned_bytes
+from draftproof.ops.cpu.jit.thread_pool import INSTRUCTION_WORDS, aligned_bytes
 
-LINE = 64  # bytes; arena buffers start on a cache line
+CACHE_LINE_BYTES = 64  # bytes; arena buffers start on a cache line
 
 Argument = int | float | Tensor | None
 
@@ -105,7 +105,7 @@ class Recorder:
             line.append(as_word(tensor))
         self.held.extend(value for value in constants if isinstance(value, Tensor))
         line.extend(as_word(value) for value in constants)
-        self.calls.append(line + [0] * (WIDTH - len(line)))
+        self.calls.append(line + [0] * (INSTRUCTION_WORDS - len(line)))
         self.scratch = max(self.scratch, scratch)
 
     def finish(self, results: Sequence[Tensor], later: Iterable[Kernel] = ()) -> Program:
@@ -134,7 +134,11 @@ class Recorder:
             begin = places[buffer] + offset
             raw = torch.from_numpy(arena[begin : begin + result.numel() * result.element_size()])
             views.append(raw.view(result.dtype).view(result.shape))
-        table = aligned_bytes(len(self.calls) * WIDTH * 8).view(np.int64).reshape(-1, WIDTH)
+        table = (
+            aligned_bytes(len(self.calls) * INSTRUCTION_WORDS * 8)
+            .view(np.int64)
+            .reshape(-1, INSTRUCTION_WORDS)
+        )
         table[:] = self.calls
         return Program(table, tuple(views), arena, self.scratch, [*self.held, *self.inputs])
 
@@ -143,7 +147,7 @@ class Recorder:
 class Program:
     """Recorded pass, ready to run."""
 
-    table: np.ndarray  # [calls, WIDTH] int64
+    table: np.ndarray  # [calls, INSTRUCTION_WORDS] int64
     results: tuple[Tensor, ...]  # [max_rows, ...] each, in the arena
     arena: np.ndarray
     scratch: int  # bytes per thread
@@ -154,9 +158,9 @@ def place(buffers: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Return offsets for (bytes, first use, last use), in order of first use, first fit, and the total."""
     offsets: list[int] = []
     live: list[tuple[int, int, int]] = []  # offset, end, last use; by offset
-    total = LINE
+    total = CACHE_LINE_BYTES
     for size, first_use, last_use in buffers:
-        size = -(-size // LINE) * LINE
+        size = -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         live = [entry for entry in live if entry[2] >= first_use]
         offset = 0
         for begin, end, _ in live:

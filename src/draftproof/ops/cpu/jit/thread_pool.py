@@ -30,8 +30,8 @@ from draftproof.ops.cpu.jit.compile import (
     store_i64,
 )
 
-WIDTH = 24  # int64 words of an instruction: the kernel's address, then its arguments
-SCRATCH = 1 << 20  # initial bytes per thread
+INSTRUCTION_WORDS = 24  # int64 words of an instruction: the kernel's address, then its arguments
+INITIAL_SCRATCH_BYTES = 1 << 20  # initial bytes per thread
 
 # Shared state: byte offsets, each frequently written word in its own cache line. `run` writes the six words
 # from TABLE on at once.
@@ -73,7 +73,7 @@ def _execute(state: int, thread: int) -> None:
     rows, threads = load_i64(state + ROWS), load_i64(state + THREADS)
     scratch = load_i64(state + SCRATCH_BASE) + thread * load_i64(state + SCRATCH_SIZE)
     for i in range(count):
-        line = table + i * (WIDTH * 8)
+        line = table + i * (INSTRUCTION_WORDS * 8)
         call_kernel(load_i64(line), line + 8, rows, thread, threads, scratch)
         _barrier(state, threads)
 
@@ -83,7 +83,7 @@ def _solo(state: int) -> None:
     table, count = load_i64(state + TABLE), load_i64(state + COUNT)
     rows, scratch = load_i64(state + ROWS), load_i64(state + SCRATCH_BASE)
     for i in range(count):
-        line = table + i * (WIDTH * 8)
+        line = table + i * (INSTRUCTION_WORDS * 8)
         call_kernel(load_i64(line), line + 8, rows, 0, 1, scratch)
 
 
@@ -146,8 +146,8 @@ class Team:
         # the workers sleep on pthread conditions; without pthreads the caller runs alone
         self.threads = max(1, threads) if sys.platform != "win32" else 1
         self._lock = threading.Lock()
-        self._scratch_size = SCRATCH
-        self._scratch = aligned_bytes(self.threads * SCRATCH)
+        self._scratch_size = INITIAL_SCRATCH_BYTES
+        self._scratch = aligned_bytes(self.threads * INITIAL_SCRATCH_BYTES)
         self._scratch_address = self._scratch.ctypes.data
         self._start()
 
@@ -176,7 +176,7 @@ class Team:
     def run(
         self, table: bytearray | np.ndarray, count: int, rows: int, scratch: int = 0, alone: bool = False
     ) -> None:
-        """Run `count` instructions of WIDTH int64 words with at least `scratch` bytes per thread."""
+        """Run `count` instructions of INSTRUCTION_WORDS words with at least `scratch` bytes per thread."""
         with self._lock:
             if self._pid != os.getpid():
                 self._start()

@@ -1,6 +1,6 @@
 """Loop over the spans that all rows of a tile see in full, with products of two spans in flight, for Hopper.
 
-The sums are those of `warpgroups.attend_span` and `warpgroups.merge`, bit for bit. The tensor core weights
+The sums are those of `kv_rings.attend_span` and `kv_rings.merge`, bit for bit. The tensor core weights
 the values of block 1 during the softmax of block 0 of the next span, and computes the scores of block 1
 during the merge. Nothing is in flight at the end of an iteration: the assembler would serialise all products.
 """

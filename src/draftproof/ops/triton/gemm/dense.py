@@ -19,7 +19,7 @@ from draftproof.ops.triton.kernel_utils import (
     pdl_wait_mask,
 )
 
-GROUP = 8  # row tiles that traverse the columns of the weight together, so that they find it in L2
+GROUP_ROW_TILES = 8  # row tiles that traverse the columns of the weight together, so that they find it in L2
 PREFETCH_LINES = 32  # of 128 bytes of a weight row, prefetched before the previous kernel has completed
 # Limits of the prefetch: with a larger weight or more rows it made the loads slower.
 MAX_PREFETCH_ELEMENTS, MAX_PREFETCH_ROWS = 4 << 20, 256
@@ -111,8 +111,8 @@ class Gemm:
         tile = tile or self.tiles.select("dense", rows, packed)
         linear_kernel[(triton.cdiv(rows, tile.bm) * triton.cdiv(columns, tile.bn),)](
             x, packed.weight, packed.weight if packed.bias is None else packed.bias, out, rows, columns,
-            depth, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP, HAS_BIAS=packed.bias is not None,
-            EVEN_K=depth % tile.bk == 0,
+            depth, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=GROUP_ROW_TILES,
+            HAS_BIAS=packed.bias is not None, EVEN_K=depth % tile.bk == 0,
             PREFETCH_LINES=num_prefetch_lines(rows, columns, depth, x.element_size()),
             WEIGHT_FIRST=loads_weight_first(tile, packed, pdl),
             **launch_options(pdl, num_warps=tile.warps, num_stages=tile.stages),

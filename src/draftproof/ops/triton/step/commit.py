@@ -74,7 +74,7 @@ def _store_outcome(
 def commit_kernel(
     plan_slots, plan_chunk, win_slots, win_first, win_drafts,  # [B]
     draft_tokens, token, accept, recovered, bad,  # [L]
-    tokens, length, computed, num_draft, ended, max_length, wants, ends,  # columns; [S], [S, WIDE], [S, V]
+    tokens, length, computed, num_draft, ended, max_length, logprob_kind, ends,  # [S], [S, WIDE], [S, V]
     table, pick_rows, pick_tokens,  # [B, WIDTH], [P], [P]
     B, L, P, V, MAX_LEN, K, WIDTH,
     ACCEPT: tl.constexpr, RECOVERED: tl.constexpr, ENTRIES: tl.constexpr, DEPTHS: tl.constexpr,
@@ -92,7 +92,7 @@ def commit_kernel(
     count = tl.load(win_drafts + entry, mask=has_window, other=0)
     old_length = tl.load(length + slot, mask=has_window, other=0)
     max_len = tl.load(max_length + slot, mask=has_window, other=0)
-    wants_logprobs = tl.load(wants + slot, mask=has_window, other=0) > 0
+    has_logprobs = tl.load(logprob_kind + slot, mask=has_window, other=0) > 0
     prefill_only = (plan_slot >= 0) & (slot < 0)
     new_computed = tl.load(computed + plan_slot, mask=prefill_only, other=0)
     new_computed = new_computed + tl.load(plan_chunk + entry, mask=prefill_only, other=0)
@@ -120,7 +120,7 @@ def commit_kernel(
     tl.store(ended + slot, end_reason, mask=has_window)
     tl.store(computed + plan_slot, new_computed, mask=prefill_only)
 
-    picked = tl.where(wants_logprobs, num_out, 0)
+    picked = tl.where(has_logprobs, num_out, 0)
     pick_start = tl.cumsum(picked, axis=0) - picked
     pick = tl.where(picked > 0, pick_start, 0)
     _store_outcome(

@@ -216,7 +216,7 @@ class RequestParser:
         for prompt in prompts:
             if params.prompt_logprobs is not None:
                 count += len(prompt.ids) * (1 + params.prompt_logprobs)
-            if params.wants_logprobs:
+            if params.needs_logprobs:
                 width = 1 + max(params.logprobs or 0, len(params.logprob_token_ids or ()))
                 count += width * params.n * min(params.max_tokens or length, length - len(prompt.ids))
         if count > limit:

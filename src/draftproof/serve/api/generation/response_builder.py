@@ -190,7 +190,7 @@ class CompletionBuilder(ResponseBuilder):
     def chunk(self, index: int, text: str, events: Events, shift: int) -> CompletionChoice:
         """Return the chunk of some tokens; `shift`: number of echoed characters."""
         made = CompletionChoice(index=index, text=text)
-        if self.parsed.params.wants_logprobs and events[0].logprob_row is not None:
+        if self.parsed.params.needs_logprobs and events[0].logprob_row is not None:
             rows = [event.logprob_row for event in events if event.logprob_row is not None]
             made.logprobs = self.logprobs.completion(rows, [shift + event.text_offset for event in events])
         return made
@@ -235,7 +235,7 @@ class ChatBuilder(ResponseBuilder):
     def chunk(self, index: int, text: str, events: Events, shift: int) -> ChatChunkChoice:
         """Return the chunk of some tokens."""
         made = ChatChunkChoice(index=index, delta=self._delta(index, text, events))
-        if self.parsed.params.wants_logprobs and events[0].logprob_row is not None:
+        if self.parsed.params.needs_logprobs and events[0].logprob_row is not None:
             chat = self.logprobs.chat
             rows = [event.logprob_row for event in events if event.logprob_row is not None]
             made.logprobs = schema.ChatLogprobs(content=[chat(row) for row in rows])

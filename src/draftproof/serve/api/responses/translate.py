@@ -30,7 +30,7 @@ _SAME_NAMES = (
 
 def chat_request(body: schema.ResponseRequest, earlier: Iterable[chat.Message]) -> chat.ChatCompletionRequest:
     """Return the chat request of a body. `earlier`: messages of the previous responses."""
-    wants_logprobs = LOGPROBS in (body.include or ()) or body.top_logprobs is not None
+    needs_logprobs = LOGPROBS in (body.include or ()) or body.top_logprobs is not None
     check_include(body.include or ())
     messages = [*_instructions(body), *earlier, *input_messages(body.input)]
     tools, choice = _tools(body)
@@ -44,7 +44,7 @@ def chat_request(body: schema.ResponseRequest, earlier: Iterable[chat.Message]) 
         tools=tools,
         tool_choice=choice,
         response_format=_response_format(body.text),
-        logprobs=wants_logprobs or None,
+        logprobs=needs_logprobs or None,
         top_logprobs=body.top_logprobs,
         service_tier=None if body.service_tier is None else "default",
     )
