@@ -84,6 +84,33 @@ def test_reused_request_id_is_another_request(make: Any, alone: Any) -> None:
     run(make("plain", overlap=False), main)
 
 
+def test_reported_drafts_of_a_stream_beside_a_complete_output(make: Any) -> None:
+    """Serve a stream that reports drafts beside an output that reports none, and compare both with LLM."""
+    reporting = params(4, include_draft_logprobs=True, max_tokens=40, ignore_eos=True)
+    other = params(5, max_tokens=40, ignore_eos=True)
+    llm = make("ngram")
+    want = [llm.generate("ab" * 9, each)[0] for each in (reporting, other)]
+
+    async def main(engine: AsyncLLM) -> None:
+        events, output = await asyncio.gather(
+            collect(engine.stream("ab" * 9, reporting)), engine.generate("ab" * 9, other)
+        )
+        check_stream(events, want[0])
+        assert facts(output) == facts(want[1])
+
+    run(llm, main)
+
+
+def test_reported_drafts_of_a_request_that_a_stop_string_ends(make: Any) -> None:
+    """Let a request with reported drafts end while a step with its next drafts is in flight."""
+    llm = make("flaky")
+    for seed in range(8):
+        reporting = params(seed, include_draft_logprobs=True, max_tokens=60, stop=["b"], ignore_eos=True)
+        other = params(seed + 50, max_tokens=90, ignore_eos=True)
+        ended, complete = llm.generate(["ab" * 9, "ba" * 5], [reporting, other])
+        assert ended.finished and len(complete.outputs[0].token_ids) == 90
+
+
 def test_control_reused_group_of_a_step_is_detected(make: Any, alone: Any, monkeypatch: MonkeyPatch) -> None:
     """Take the second of two equal requests for the first."""
     add = RequestTracker.add

@@ -5,8 +5,10 @@ The draft model has the target's weights, so every draft must be accepted.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -148,11 +150,18 @@ def test_control_defect_in_deferred_kv_loses_drafts(bug, rare_drafts, monkeypatc
     assert wrong or num_accepted < right
 
 
-def turns(chunk: int, overlap: bool, backend: str = "auto") -> tuple[int, int, int]:
-    """Run a conversation: two turns without speculation and one with it, each on the tokens of the last.
+def without_drafts() -> Any:
+    """Return a patch under which the policy gives no drafts to requests that may have some."""
+    return mock.patch.object(DraftPolicy, "decide", lambda self, slots, *_, **__: DraftDecision(0 * slots))
+
+
+def turns(
+    chunk: int, overlap: bool, backend: str = "auto", stores_prompts: bool = False
+) -> tuple[int, int, int]:
+    """Run a conversation: two turns without drafts and one with them, each on the tokens of the last.
 
     Return the cached tokens, the drafts and the accepted drafts of the last turn. Another request before it
-    takes free pages.
+    takes free pages. stores_prompts: all turns have speculation, so that KV of the prompts is stored.
     """
     model = {"method": "draft_model", "model": heads.itself("llama", "float32"), "adaptive": False}
     sizes = {"page_size": 8, "kv_cache_tokens": 160, "max_num_batched_tokens": chunk, "overlap": overlap}
@@ -163,19 +172,15 @@ def turns(chunk: int, overlap: bool, backend: str = "auto") -> tuple[int, int, i
             other = SamplingParams(max_tokens=24, ignore_eos=True, speculative={"enabled": False})
             run(engine, [request(9, other, prompt_token_ids=heads.tiny.prompt(9, 12))])
             continue
-        params = SamplingParams(max_tokens=18, ignore_eos=True, speculative={"enabled": enabled})
+        speculation = {"enabled": enabled or stores_prompts}
+        params = SamplingParams(max_tokens=18, ignore_eos=True, speculative=speculation)
         before = engine.stats().num_cached_tokens
-        record = run(engine, [request(number, params, prompt_token_ids=ids)])[str(number)]
+        with nullcontext() if enabled else without_drafts():
+            record = run(engine, [request(number, params, prompt_token_ids=ids)])[str(number)]
         ids = [*ids, *record.token_ids, 9, 9]
     assert record is not None
     steps, cached = record.steps, engine.stats().num_cached_tokens - before
     return cached, sum(step.num_draft for step in steps), sum(step.num_accepted for step in steps)
-
-
-@pytest.fixture
-def stored_prompts(monkeypatch):
-    """Store prompts with their steps, also those of requests that get no drafts."""
-    monkeypatch.setattr(DraftPolicy, "expects_drafts", lambda self, slot: True)
 
 
 @pytest.mark.parametrize("backend", ["auto", "padded_ops:PaddedOps"])
@@ -189,8 +194,8 @@ def test_cached_pages_without_kv_are_completed(chunk, overlap, backend):
 @pytest.mark.parametrize("backend", ["auto", "padded_ops:PaddedOps"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [8, 512])
-def test_cached_pages_with_kv_of_the_prompt_alone_are_completed(chunk, overlap, backend, stored_prompts):
-    cached, num_drafts, num_accepted = turns(chunk, overlap, backend)
+def test_cached_pages_with_kv_of_the_prompt_alone_are_completed(chunk, overlap, backend):
+    cached, num_drafts, num_accepted = turns(chunk, overlap, backend, stores_prompts=True)
     assert cached >= 48 and num_drafts == num_accepted > 0
 
 
@@ -198,8 +203,8 @@ def test_cached_pages_with_kv_of_the_prompt_alone_are_completed(chunk, overlap, 
 def test_control_deferred_prompt_that_counts_as_stored_loses_drafts(chunk, monkeypatch):
     admit = deferred_kv.DeferredKV.admit
 
-    def admit_as_stored(self, sequence, expects_drafts):
-        admit(self, sequence, expects_drafts)
+    def admit_as_stored(self, sequence):
+        admit(self, sequence)
         self._first_missing[sequence.slot] = -1
         self._incomplete.difference_update(sequence.pages)
 
@@ -240,9 +245,9 @@ def test_pages_of_a_request_in_a_failed_step_lack_kv():
 
 
 @pytest.mark.parametrize("chunk", [8, 512])
-def test_control_forgotten_pages_lose_drafts(chunk, stored_prompts, monkeypatch):
+def test_control_forgotten_pages_lose_drafts(chunk, monkeypatch):
     monkeypatch.setattr(deferred_kv.DeferredKV, "release", lambda self, slot, length: None)
-    cached, num_drafts, num_accepted = turns(chunk, overlap=False)
+    cached, num_drafts, num_accepted = turns(chunk, overlap=False, stores_prompts=True)
     assert cached >= 48 and num_accepted < num_drafts
 
 
@@ -265,7 +270,8 @@ def test_steps_without_drafts_do_not_run_the_model(method, caching, monkeypatch)
     params = SamplingParams(max_tokens=20, ignore_eos=True, speculative={"enabled": False})
     run(engine, [request(0, params, prompt_token_ids=heads.tiny.prompt(0, 12))])
     assert not sizes
-    monkeypatch.setattr(DraftPolicy, "expects_drafts", lambda self, slot: True)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
     for number in (1, 2):
-        run(engine, [request(number, params, prompt_token_ids=heads.tiny.prompt(number, 12))])
+        with without_drafts():
+            run(engine, [request(number, params, prompt_token_ids=heads.tiny.prompt(number, 12))])
         assert sizes == [13] * number  # the prompt alone

@@ -104,10 +104,11 @@ def random_drafts(
 ) -> DraftColumns | None:
     """Return random drafts of the requests that report them; None if there are none.
 
-    starts [n]: tokens of each output before the step.
+    As an engine does, report none where no token was committed. starts [n]: tokens of each output before the
+    step.
     """
     counts = [
-        int(line[NUM_DRAFT]) * request.params.include_draft_logprobs
+        int(line[NUM_DRAFT]) * (request.params.include_draft_logprobs and line[NUM_OUT] > 0)
         for request, line in zip(requests, table, strict=True)
     ]
     entry = np.repeat(np.arange(len(requests)), counts)

@@ -372,8 +372,8 @@ CONTROLS: dict[str, tuple[Any, str, Any, int, set[str], bool]] = {
         *(10, {"text"}, False),
     ),
     "drafts behind a stop string accepted": (
-        *(output_table, "_counted_drafts", lambda _: lambda drafts, _: drafts if len(drafts[0]) else None),
-        *(10, {"drafts"}, False),
+        *(output_table, "_counted_drafts", lambda _: lambda drafts, _: drafts),
+        *(40, {"drafts"}, False),
     ),
     "ranks of named ids lost": (
         *(output_columns, "_logprob_arrays", lambda real: lambda found, end, _: real(found, end, False)),

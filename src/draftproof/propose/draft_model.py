@@ -1,11 +1,12 @@
 """Draft-model proposer: a second, smaller model of the same vocabulary, with KV on the same pages.
 
-After a step with drafts or prompts it computes what the step committed, the newest token included: the chunk
-of a prompt, or the tokens that a window committed. KV of rejected drafts is overwritten. The newest token's
-row gives the first draft; each further draft takes a round of one row per entry.
+After a step with drafts, or with prompts that are not deferred, it computes what the step committed, the
+newest token included: the chunk of a prompt, or the tokens that a window committed. KV of rejected drafts is
+overwritten. The newest token's row gives the first draft; each further draft takes a round of one row per
+entry.
 
 The model does not run after other steps, so a model without accepted drafts costs almost nothing. `catch_up`
-stores the KV of their tokens when a request gets drafts again.
+stores the KV of their tokens, and of deferred prompts, before a request gets drafts.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class DraftModelProposer(ModelProposer):
             max_rows=env.ops.runtime.bucket(env.max_rows) + env.num_slots,
             kv_cache_dtype=env.kv_cache_dtype,
         )
-        # [S + 1] first position without KV of the request in each slot, set by its first chunk. Padding is
-        # written to the last line.
+        # [S + 1] first position without KV of the request in each slot, set by its first chunk or by
+        # `set_stored`. Padding is written to the last line.
         shape, device = (env.num_slots + 1,), env.ops.device
         self._stored = torch.full(shape, env.max_len, dtype=torch.int64, device=device)
         # [S + 1] whether rows of the prompt are not stored before `catch_up`

@@ -7,9 +7,9 @@ model (`step_cost`) the posteriors give the drafts with the highest mean speed o
 a prior of their own: they are accepted far more often than those behind a short one.
 
 A request that gets no drafts would never be observed again, though a free text may turn into a copy. So
-every 8 to 64 steps each such request gets one draft, and after an accepted probe more at once. While drafts
-of earlier requests were almost never accepted, a new request is not probed at once, and where a draft model
-makes the drafts, probes are four times as rare: it does not fit the target, whatever the text.
+every 8 to 64 steps each such request gets one draft, and after an accepted probe more at once. While less
+than 10 % of the drafts are expected to be accepted, a new request is not probed at once, and probes of a head
+or a draft model alone are four times as rare.
 
 A batch that always gets drafts would never run a step without them, and the cost model could not correct
 the seconds of such a step. So some of the first steps run without drafts, and later one in 32, or one in 128
@@ -37,9 +37,9 @@ from draftproof.speculative_config import MAX_SPECULATIVE_TOKENS
 POSTERIOR_DECAY_PER_STEP = 0.02  # share by which a posterior moves to the prior
 MIN_PROBE_INTERVAL_STEPS, MAX_PROBE_INTERVAL_STEPS = 8, 64
 FIRST_PROBE_LENGTH = 2  # drafts of a new request's first step with drafts, while such drafts are accepted
-MIN_PROMISING_RATE = 0.1  # acceptance rate of the prior below which drafts are almost never accepted
+MIN_PROMISING_RATE = 0.1  # acceptance rate that the prior expects; below it there are fewer probes
 PROBE_TIME_SHARE = 0.01  # share of the time spent on probes; it sets the interval within its limits
-RARE_PROBE_INTERVAL_FACTOR = 4  # where the drafts of a model are almost never accepted
+RARE_PROBE_INTERVAL_FACTOR = 4  # for a head or draft model, below MIN_PROMISING_RATE
 FIRST_PLAIN_STEPS = 2  # steps without drafts at first, for each number of requests
 FIRST_PLAIN_INTERVAL_STEPS = 4  # between these first steps without drafts
 PLAIN_INTERVAL_STEPS = 32  # steps between steps without drafts
@@ -61,7 +61,7 @@ class DraftBudget:
         self._columns = np.zeros((COLUMNS, CLASSES * num_slots), np.int64)
         self._posteriors = np.full((CLASSES * (num_slots + 1), len(RATES)), 1 / len(RATES))
         self._is_long = np.zeros(num_slots, np.int64)  # class of the last drafts
-        self._is_promising = np.ones(CLASSES, np.bool_)  # drafts of a class were accepted now and then
+        self._is_promising = np.ones(CLASSES, np.bool_)  # the prior of a class expects MIN_PROMISING_RATE
         self._results: list[tuple[Ints, Ints, Ints, bool]] = []  # not in the columns yet
         self._has_fixed = False  # a request with a fixed number of drafts has started
         self._num_steps = 0
@@ -111,10 +111,6 @@ class DraftBudget:
         self._columns[ASSIGNED, lines] = min(self._new_request_drafts, limit) if adaptive else limit
         if not self._has_drafts:
             self._hold_left = 0
-
-    def is_promising(self, slot: int) -> bool:
-        """Return whether the request in `slot` gets drafts: always, or because others had some accepted."""
-        return bool(self._columns[IS_FIXED, CLASSES * slot]) or bool(self._is_promising[0])
 
     def held(self, slots: Ints) -> Ints | None:
         """Return the drafts of the last decision if it still holds; None: `choose` again.

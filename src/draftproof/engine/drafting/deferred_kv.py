@@ -1,6 +1,6 @@
 """KV that a draft model stores later, because it does not run behind steps with neither drafts nor prompts.
 
-Prompts of requests that are not expected to get drafts are stored later too.
+KV of prompts without speculation is stored later too, by the first request with it that shares their pages.
 
 The number of tokens without KV is an upper bound: how many tokens a step commits is not known when the next
 steps are planned, so each step counts with all of its rows. Pages that a request leaves in the prefix cache
@@ -35,24 +35,24 @@ class DeferredKV:
         self._graphs, self._drafting, self._page_size = graphs, drafting, page_size
         self.sizes = sorted({min(rows, max_rows) for rows in CATCH_UP_ROWS})  # rows of a pass
         self._num_tokens = np.zeros(count, np.int64)
-        self._defers_prompt = np.zeros(count, np.bool_)  # the prompt has no KV before `catch_up`
+        self._defers_prompt = np.zeros(count, np.bool_)  # rows of the prompt are not stored before `catch_up`
         self._first_missing = np.full(count, -1, np.int64)  # position, until that KV is stored
         self._pages: dict[int, list[int]] = {}  # of the request in a slot
         self._incomplete: set[int] = set()  # pages that lack KV
         self._first_slot = 0  # slot that is served first where not all can catch up
         self._late_slots = torch.full((count,), -1, dtype=torch.int64, device=device)  # of the next pass
 
-    def admit(self, sequence: Sequence, expects_drafts: bool) -> None:
+    def admit(self, sequence: Sequence) -> None:
         """Record an admitted request with its pages; the first of them come from the prefix cache.
 
-        Its prompt is stored step by step if it is expected to get drafts and no cached page lacks KV.
+        Its prompt is stored with its steps if it may get drafts and no cached page lacks KV.
         """
         if not self._drafting.defers_kv:
             return
         slot, pages, num_cached = sequence.slot, sequence.pages, sequence.num_cached // self._page_size
         found = (i for i, page in enumerate(pages[:num_cached]) if page in self._incomplete)
         first = next(found, num_cached)
-        defers = first < num_cached or not expects_drafts
+        defers = first < num_cached or not sequence.draft_limit
         if defers:
             self._incomplete.update(pages[first:])
         else:
@@ -83,9 +83,9 @@ class DeferredKV:
     def plan(self, planned: StepPlan, decision: DraftDecision) -> DraftDecision:
         """Count the tokens of a step, and return the drafts and the other work that are possible behind it.
 
-        The model runs over the rows of a step with prompts or drafts, and stores the KV of requests that lack
-        none. Before it, KV of requests that get drafts is stored, of a limited number of tokens. Other
-        requests that lack KV get no drafts, unless a search makes drafts too.
+        The model runs over the rows of a step with drafts, or with prompts that are not deferred, and stores
+        the KV of requests that lack none. Before it, KV of requests that get drafts is stored, of a limited
+        number of tokens. Other requests that lack KV get no drafts, unless a search makes drafts too.
         """
         if not self._drafting.defers_kv:
             return decision

@@ -130,11 +130,6 @@ class DraftPolicy:
         self._budget.start(slot, limit, adaptive)
         self._is_copying[slot] = self._is_copying_common
 
-    def expects_drafts(self, slot: int) -> bool:
-        """Return whether the draft model is expected to make drafts for the request in `slot`."""
-        is_member = self._model is not None and self._model.is_member
-        return bool(self.limit[slot]) and (is_member or self._budget.is_promising(slot))
-
     def select(self, slots: Ints, drafts: Ints, keys: int, matched: Ints) -> Ints:
         """Return how many of the existing drafts [B] to verify in the step that is being planned.
 

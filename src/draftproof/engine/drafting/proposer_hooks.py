@@ -37,7 +37,6 @@ class ProposerHooks:
         self._deferred_kv = device.deferred_kv
         self._predictions = predictions
         self._lengths = scheduler.mirror.length  # [S] tokens of the requests by slot
-        self._policy = scheduler.policy
         self._debug = debug
 
     @property
@@ -58,7 +57,7 @@ class ProposerHooks:
     def start(self, admitted: Many[Sequence]) -> None:
         """Announce admitted requests, then the next step."""
         for sequence in admitted:
-            self._deferred_kv.admit(sequence, self._policy.expects_drafts(sequence.slot))
+            self._deferred_kv.admit(sequence)
             if self.proposer is not None:
                 self.call(self.proposer.start, sequence.slot, sequence.request)
             if self.proposer is not None and sequence.uses_prediction and not self.proposer.takes_prediction:

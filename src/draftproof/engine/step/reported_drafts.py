@@ -23,10 +23,10 @@ class ReportedDrafts:
     def __init__(self, num_slots: int) -> None:
         self._kinds = np.full(num_slots, LogprobKind.NONE, np.int64)
         self._widths, self._prompt_lengths = np.zeros((2, num_slots), np.int64)
-        self._entries = np.arange(num_slots)
+        self._entries = np.arange(num_slots)  # indices, to be repeated for each draft
 
     def start(self, admitted: Many[Sequence]) -> None:
-        """Read what admitted requests report. Results of earlier requests of their slots are dropped."""
+        """Store what admitted requests report; `StepResults.only` drops results of a slot's last request."""
         for sequence in admitted:
             slot = sequence.slot
             self._kinds[slot], self._widths[slot] = sequence.draft_kind, sequence.draft_top

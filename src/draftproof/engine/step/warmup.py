@@ -149,9 +149,14 @@ def captured_graphs(runner: DraftRunner, sizes: Sequence[int]) -> list[DraftGrap
         for rows, wanted in product((n for n in sizes if low <= n <= high), range(k + 1)):
             rounds = runner.captured_rounds(count, wanted, rows > full)
             has_prompts = rows > full and runner.depends_on_prompts
-            spec = DraftSpec(rounds, rounds > 0 or has_prompts or not runner.defers_kv, has_prompts)
-            if spec.runs_model or runner.is_gated:
-                found[rows, runner.captured_entries(count, rows), spec] = None
+            runs_model = rounds > 0 or has_prompts or not runner.defers_kv
+            passes = (
+                (runs_model, False) if runner.is_gated and runner.defers_kv and not rounds else (runs_model,)
+            )
+            for runs in passes:
+                if runs or runner.is_gated:
+                    spec = DraftSpec(rounds, runs, has_prompts)
+                    found[rows, runner.captured_entries(count, rows), spec] = None
     return list(found)
 
 

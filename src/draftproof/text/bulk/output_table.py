@@ -161,6 +161,8 @@ class OutputTable:
             table, matched = self._scan_stops(lines, table, finishes)
         if drafts is not None and matched:
             drafts = _counted_drafts(drafts, table)
+        if drafts is not None and not drafts.num_drafts:
+            drafts = None  # those of the step are of other outputs
         tops = [(kind, *_widths(found)) for kind, found in logprobs.items()]
         step_kind = table.shape[1], tops
         if step_kind != self._step_kind:
@@ -286,11 +288,10 @@ def _widths(found: LogprobArrays) -> tuple[int, int]:
     return found.ids.shape[1], 0 if found.named_values is None else found.named_values.shape[1]
 
 
-def _counted_drafts(drafts: DraftColumns, table: Ints) -> DraftColumns | None:
+def _counted_drafts(drafts: DraftColumns, table: Ints) -> DraftColumns:
     """Return the drafts of requests that committed a token; those behind a stop string are not accepted."""
     counts = table[drafts.entry]
     begins = drafts.entry.searchsorted(drafts.entry)
     place = np.arange(drafts.num_drafts) - begins
     drafts = drafts._replace(accepted=drafts.accepted & (place < counts[:, NUM_ACCEPTED]))
-    is_counted = counts[:, NUM_OUT] > 0
-    return drafts.select(is_counted) if is_counted.any() else None
+    return drafts.select(counts[:, NUM_OUT] > 0)
