@@ -2,16 +2,16 @@
 
     python bench/adaptive.py [--device cpu] [--batches 1,8,32] [--tasks mix] [--tokens 64] [--seconds 100]
 
-Every side is a lane: a scheduler of its own on one engine, whose batch is always full. All lanes serve the
-same requests in the same order. They take turns of so many tokens, fractions of a second each, so a slow
-minute of the machine affects all of them alike, and in a window every lane serves as many tokens. Copy, edit,
-chat and free-text prompts alternate (`mix`; or `copy`, `edit`, `chat`, `free` alone). The prefix cache holds
-all prompts, so decoding is timed.
+Every side has a scheduler of its own on one engine, whose batch is always full. All sides serve the same
+requests in the same order. They take turns of so many tokens, fractions of a second each, so a slow minute of
+the machine affects all of them alike. In a window every side serves as many tokens. Copy, edit, chat and
+free-text prompts alternate (`mix`; or `copy`, `edit`, `chat`, `free` alone). The prefix cache holds all
+prompts, so decoding is timed.
 
 A ratio is the median over windows of adaptive's tokens a second over a fixed number's in the same window,
-with its 90 % confidence interval (of fewer than five windows: their range). Sides below BEHIND of the best
-are dropped after FIRST windows. Bars: adaptive is at least 0.97 of every fixed number and 0.98 of
-none. Tokens are compared as well: none may differ.
+with its 90 % confidence interval (of fewer than five windows: their range). Sides below
+MIN_SHARE_OF_BEST of the best fixed number are dropped after MIN_WINDOWS windows. Bars: adaptive is at least
+0.97 of every fixed number and 0.98 of none. Tokens are compared as well: none may differ.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ SIDES: dict[str, Any] = {"adaptive": {"num_speculative_tokens": K, "adaptive": T
     f"k={k}": {"num_speculative_tokens": k, "adaptive": False} for k in FIXED if k
 }
 TASKS = {"copy": copy_prompts, "edit": edit_prompts, "chat": chat_prompts, "free": free_prompts}
-FIRST = 3  # windows after which lanes that are far behind may be left out
-BEHIND = 0.85  # of the best fixed number
+MIN_WINDOWS = 3  # of every side; slow sides are dropped after them
+MIN_SHARE_OF_BEST = 0.85  # of the speed of the best fixed number
 
 
-class Lane(Scheduler):
-    """Scheduler of one side. While it rests, it plans no step."""
+class SideScheduler(Scheduler):
+    """Scheduler of one side. While paused, it plans no step."""
 
-    rests = False
+    is_paused = False
 
     @classmethod
-    def like(cls, other: Scheduler) -> Lane:
-        """Return a lane with the settings of another scheduler."""
+    def like(cls, other: Scheduler) -> SideScheduler:
+        """Return a side scheduler with the settings of another scheduler."""
         caching, sizes = other.prefix_cache.enabled, (other.page_size, other.max_rows)
         return cls(
             other.slots,
@@ -67,21 +67,21 @@ class Lane(Scheduler):
         )
 
     def plan(self, idle: bool = True, counted: bool = False) -> StepPlan | None:
-        """Return the next step; None while the lane rests."""
-        return None if self.rests else super().plan(idle, counted)
+        """Return the next step; None while paused."""
+        return None if self.is_paused else super().plan(idle, counted)
 
 
 class Side:
-    """Lane and clock of one number of drafts."""
+    """Scheduler and clock of one number of drafts."""
 
     def __init__(self, bench: Bench, name: str, task: str, batch: int) -> None:
         self.bench, self.name, self.task = bench, name, task
-        self.lane = Lane.like(bench.plain)
+        self.scheduler = SideScheduler.like(bench.plain)
         self.num_requests = self.tokens = self.goal = self.steps = self.drafts = 0
         self.seconds = self.waited = 0.0
         self.outputs: dict[str, list[int]] = {}
         self._unread: list[StepResults] = []
-        with bench.on(self.lane):
+        with bench.use_scheduler(self.scheduler):
             for i in range(batch):  # of different lengths, so that they do not end in one step
                 self._add(self.bench.tokens * (i + 1) // batch)
 
@@ -93,13 +93,13 @@ class Side:
 
     def turn(self, tokens: int) -> None:
         """Decode so many more tokens, then wait for the steps in flight."""
-        engine, lane = self.bench.llm.engine, self.lane
+        engine, scheduler = self.bench.llm.engine, self.scheduler
         self.goal += tokens
         waited = self.bench.waited
-        with self.bench.on(lane):
+        with self.bench.use_scheduler(scheduler):
             begin = self.bench.clock()
             while self.tokens < self.goal or engine.loop.pending:
-                lane.rests = self.tokens >= self.goal
+                scheduler.is_paused = self.tokens >= self.goal
                 results = engine.step()
                 if len(results):
                     self.tokens += int(results.table[:, NUM_OUT].sum())
@@ -108,7 +108,7 @@ class Side:
                     self.drafts += int(results.table[:, NUM_DRAFT].sum())
                 for _ in results.finishes:
                     self._add(self.bench.tokens)
-            lane.rests = False
+            scheduler.is_paused = False
             self.seconds += self.bench.clock() - begin
         self.waited += self.bench.waited - waited
         self._read()
@@ -128,9 +128,9 @@ class Side:
         found = {"ms": 1e3 * seconds / steps, "drafts": self.drafts / steps, "tokens": self.tokens / steps}
         return {name: round(x, 2) for name, x in {**found, "waited": self.waited / seconds}.items()}
 
-    def leave(self) -> None:
+    def abort_all(self) -> None:
         """Abort all requests."""
-        with self.bench.on(self.lane):
+        with self.bench.use_scheduler(self.scheduler):
             for name in self.outputs:
                 self.bench.llm.engine.abort(name)
             self.bench.llm.engine.step()
@@ -187,20 +187,20 @@ class Bench:
         self.wrong += sum(a != b for a, b in zip(output, want, strict=False))
         self.known[f"{task} {at}"] = max(output, want, key=len)
 
-    def on(self, lane: Scheduler) -> Any:
-        """Return a context in which the engine runs this lane."""
-        return Switched(self.llm.engine.loop, lane)
+    def use_scheduler(self, scheduler: Scheduler) -> Any:
+        """Return a context in which the engine uses this scheduler."""
+        return SchedulerSwap(self.llm.engine.loop, scheduler)
 
 
-class Switched:
-    """Engine with another scheduler. No step may be in flight at either end."""
+class SchedulerSwap:
+    """Context in which the engine has another scheduler. No step may be in flight at either end."""
 
-    def __init__(self, loop: Any, lane: Scheduler) -> None:
-        self.loop, self.lane = loop, lane
+    def __init__(self, loop: Any, scheduler: Scheduler) -> None:
+        self.loop, self.scheduler = loop, scheduler
 
     def __enter__(self) -> None:
         self.before = self.loop.scheduler
-        self._use(self.lane)
+        self._use(self.scheduler)
 
     def __exit__(self, *_: object) -> None:
         self._use(self.before)
@@ -263,18 +263,18 @@ def cell(bench: Bench, task: str, batch: int, options: argparse.Namespace, until
     all_sides = dict(sides)
     windows: list[dict[str, float]] = []
     bench.wrong, number = 0, -1
-    while number < FIRST or time.monotonic() < until:
+    while number < MIN_WINDOWS or time.monotonic() < until:
         rates = window(sides, tokens, turns, number * turns)
         if number >= 0:  # the first is not counted: batches fill, costs are learned
             windows.append(rates)
         number += 1
-        if number == FIRST:
+        if number == MIN_WINDOWS:
             best = max(statistics.median(w[name] for w in windows) for name in sides if name != "adaptive")
             for name in [name for name in sides if name != "adaptive"]:
-                if statistics.median(w[name] for w in windows) < BEHIND * best:
-                    sides.pop(name).leave()
+                if statistics.median(w[name] for w in windows) < MIN_SHARE_OF_BEST * best:
+                    sides.pop(name).abort_all()
     for side in sides.values():
-        side.leave()
+        side.abort_all()
     over = {name: [w["adaptive"] / w[name] for w in windows if name in w] for name in SIDES}
     ratios = {name: round(statistics.median(values), 4) for name, values in over.items()}
     best_side = min((name for name in sides if name != "adaptive"), key=lambda name: ratios[name])

@@ -50,8 +50,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 7}
 HEAD = {"method": "eagle3", "num_speculative_tokens": 4}
 
 
-class Ours:
-    """Engine of one proposer: plain and speculative requests differ by one option."""
+class DraftproofSide:
+    """Draftproof engine with one proposer; plain and speculative requests differ by one option."""
 
     def __init__(self, model: str, quantization: str, speculation: dict[str, Any]) -> None:
         self.llm = LLM(
@@ -141,10 +141,10 @@ class Transformers:
         return (tokens - 1) / (marks[-1] - marks[1])  # marks[0] is the prompt
 
 
-def head_engine(model: str) -> Ours | None:
+def head_engine(model: str) -> DraftproofSide | None:
     """Return an engine with the draft head of the package, or None if it has none for `model`."""
     try:
-        return Ours(model, "gguf", HEAD)
+        return DraftproofSide(model, "gguf", HEAD)
     except ConfigError as error:
         if "needs a head" not in str(error):
             raise
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--peer", metavar="PYTHON|URL", help="compare with llama.cpp instead of transformers")
     options = parser.parse_args()
     file = find_model(options.model)
-    ours = Ours(options.model, "gguf" if options.peer else "none", NGRAM)
+    ours = DraftproofSide(options.model, "gguf" if options.peer else "none", NGRAM)
     with_head = head_engine(options.model) if options.peer else None
     theirs = None if options.skip_transformers or options.peer else Transformers(options.model)
     peer = LlamaPeer(options.peer, file, torch.get_num_threads()) if options.peer else None

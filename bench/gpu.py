@@ -32,7 +32,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common.gpu_engine import SETTINGS, Bench, decoding, heat, kernels_of, params_of, steps_of, timed
+from common.gpu_engine import SETTINGS, Bench, decoding, kernels_of, params_of, steps_of, timed, warm_clock
 from common.gpu_exactness import bits, control
 from common.gpu_logprob_cost import drafters, logprobs
 from common.measure import finish
@@ -55,7 +55,7 @@ def interleaved(
             one = side()
             if turn:
                 found[name].append(one)
-        if bench.late and turn:
+        if bench.is_time_up and turn:
             break
     return {
         name: {key: round(statistics.median(one[key] for one in many), 3) for key in many[0]}
@@ -68,7 +68,7 @@ def compare(
 ) -> dict[str, Any]:
     """Measure sides that differ by an option of their requests."""
     llm, prompts = bench.llm(**engine), bench.prompts(task, batch)
-    heat()
+    warm_clock()
     rounds = 3 * ROUNDS if batch < 64 else ROUNDS + 2  # short rounds vary more
     calls = {
         name: lambda c=changes: timed(llm, prompts, params_of(batch, bench.options.tokens, **c))
@@ -83,7 +83,7 @@ def speed(bench: Bench) -> dict[str, Any]:
     """Measure plain and n-gram decoding on chat prompts and on the copy task."""
     out = {}
     for task, batch in product(bench.options.tasks, bench.options.batches):
-        if not bench.late:
+        if not bench.is_time_up:
             out[f"{task} {batch}"] = compare(bench, task, batch, SETTINGS)
     return out
 
@@ -107,7 +107,7 @@ def fast(bench: Bench) -> dict[str, Any]:
         rate = timed(llm, long, one)["tok/s"] * 2048
         out.setdefault("prefill of 2048", {}).setdefault(numerics, []).append(round(rate))
         print(numerics, {name: line[numerics][-1] for name, line in out.items()}, flush=True)
-        if bench.late:
+        if bench.is_time_up:
             break
     for line in out.values():
         if "fast" in line:
@@ -165,7 +165,7 @@ def kv(bench: Bench) -> dict[str, Any]:
     """Compare decoding at a long context by the storage of K and V; `auto` is measured first and last."""
     options, out = bench.options, {}
     for turn, name in enumerate(("auto", "fp8", "int8", "auto")):
-        if bench.late and turn:
+        if bench.is_time_up and turn:
             break
         sizes = {"max_model_len": options.kv_context + 256, "max_num_seqs": options.kv_batch}
         llm = bench.llm(kv_cache_dtype=name, **sizes)
@@ -232,7 +232,7 @@ def main() -> None:
     found: dict[str, Any] = {"model": model, "quantization": options.quantization}
     for name in options.parts:
         begin = time.monotonic()
-        found[name] = "no time left" if bench.late else PARTS[name](bench)
+        found[name] = "no time left" if bench.is_time_up else PARTS[name](bench)
         print(f"== {name}: {time.monotonic() - begin:.0f} s", flush=True)
         if options.save:
             options.save.write_text(json.dumps(found))

@@ -4,7 +4,7 @@
                          [--policy] [--profile generate|engine|steps]
 
 Thread time, so that a busy machine disturbs little, and the fastest of the rounds. Microseconds a token:
-`generate` is the part of LLM, from scripted steps to finished outputs, without and with logprobs, drafts,
+`generate` is the part of LLM, from prepared steps to finished outputs, without and with logprobs, drafts,
 split characters and stop strings; `engine` is the plan and the results of a step, with an instant device.
 Milliseconds: adding a batch with 400 tokens of prompt each, and the work after the last step. Microseconds a
 step (`steps`): all host work from one step to the next while all requests decode, as on a GPU without the
@@ -88,8 +88,8 @@ class Words:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
-class Scripted:
-    """Engine with scripted steps; everything else is that of the real engine."""
+class ReplayEngine:
+    """Engine that returns prepared step results; other methods are those of the real engine."""
 
     def __init__(
         self, engine: Any, steps: list[tuple[np.ndarray, Any, DraftColumns | None]], sources: tuple[str, ...]
@@ -119,7 +119,7 @@ class Scripted:
         return StepResults(requests, table, columns, self.sources, None, endings, drafts=drafts)
 
 
-class Instant:
+class InstantDevice:
     """Device that commits one token a request without computing anything."""
 
     def __init__(self, device: Any) -> None:
@@ -214,7 +214,7 @@ def generate(llm: LLM, steps: list[Any], batch: int, params: SamplingParams) -> 
     """Return seconds: adding, all steps, and the part of these after the last results."""
     real = llm.engine
     prompts = [{"prompt_token_ids": [3 + (i + j) % 9000 for j in range(PROMPT)]} for i in range(batch)]
-    llm.tracker.engine = Scripted(real, steps, ("ngram",))  # type: ignore[assignment]
+    llm.tracker.engine = ReplayEngine(real, steps, ("ngram",))  # type: ignore[assignment]
     try:
         begin = time.thread_time()
         jobs = [llm._open_job(llm._new_job(prompt, params)) for prompt in prompts]
@@ -238,7 +238,7 @@ def engine_only(llm: LLM, batch: int, tokens: int) -> tuple[float, float, float]
     """Return seconds: adding, the first step, all others; with an instant device."""
     engine = llm.engine
     loop = engine.loop
-    instant = loop.device = Instant(loop.device)  # type: ignore[assignment]
+    instant = loop.device = InstantDevice(loop.device)  # type: ignore[assignment]
     instant.limit = loop.scheduler.mirror.max_length  # type: ignore[attr-defined]
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     requests = [

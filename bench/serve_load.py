@@ -36,11 +36,11 @@ from typing import Any
 from common.measure import finish
 from common.serving.server_process import (
     NGRAM,
-    ask,
     cpu_seconds,
     family_cpu_seconds,
     get,
     request_bytes,
+    send_request,
     served,
 )
 
@@ -287,7 +287,8 @@ def beside_llm(options: argparse.Namespace) -> dict[str, Any]:
 
         async def over_http(prompts: list[list[int]]) -> list[list[int]]:
             requests = [
-                ask(program.where, {**common, "prompt": p, "return_token_ids": True}) for p in prompts
+                send_request(program.where, {**common, "prompt": p, "return_token_ids": True})
+                for p in prompts
             ]
             replies = await asyncio.gather(*requests)
             return [reply.json()["choices"][0]["token_ids"] for reply in replies]
@@ -338,7 +339,7 @@ async def first_token(where: Where, count: int) -> dict[str, Any]:
         body = {"prompt": f"Number {i}", "max_tokens": 4, "stream": True, "temperature": 0, "logprobs": 1}
         body["stream_options"] = {"include_usage": True}
         began = time.perf_counter()
-        reply = await ask(where, body, on_data=note)
+        reply = await send_request(where, body, on_data=note)
         inside = reply.events()[-2]["metrics"]["first_token_seconds"]
         rest.append(1000 * (arrived[0] - began - inside))
         await get(where, "/health")

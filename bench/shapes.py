@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.gpu_engine import decoding, heat, params_of, steps_of, timed
+from common.gpu_engine import decoding, params_of, steps_of, timed, warm_clock
 from common.measure import finish
 from common.memory_floor import memory_floor
 from common.prompts import chat_prompts
@@ -64,7 +64,7 @@ def short(options: argparse.Namespace, llm: LLM) -> dict[str, Any]:
         for logprobs in options.logprobs:
             params = params_of(batch, options.tokens, logprobs=logprobs)
             timed(llm, prompts, params)
-            heat(0.5)
+            warm_clock(0.5)
             rates = [timed(llm, prompts, params)["tok/s"] for _ in range(options.rounds)]
             name = str(batch) if logprobs is None else f"{batch}, logprobs={logprobs}"
             found[name] = round(statistics.median(rates), 1)

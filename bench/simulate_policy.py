@@ -34,7 +34,8 @@ from draftproof.engine.drafting.policy import DraftRun
 from draftproof.engine.drafting.step_cost import StepCost
 
 CPU = {1: 12.5, 8: 13.8, 16: 15.5, 24: 21, 32: 24, 48: 33, 64: 42, 96: 62, 288: 170, 512: 300}
-# as measured by bench/micro/gpu/draft_rounds.py at 1, 8, 48, 64, 320 and 1536 rows; between them by hand
+# as measured by bench/micro/gpu/draft_rounds.py at 1, 8, 48, 64, 320 and 1536 rows;
+# values between these rows are interpolated by hand
 H200 = {1: 0.46, 8: 0.51, 16: 0.53, 24: 0.56, 32: 0.6, 48: 0.62, 64: 0.76, 80: 0.82, 96: 0.88, 128: 0.96}
 H200 |= {160: 1.02, 192: 1.07, 256: 1.15, 320: 1.21, 384: 1.28, 512: 1.4, 1024: 1.9, 1536: 2.25, 2048: 2.7}
 H200 |= {2560: 3.2, 3072: 3.7, 4096: 4.8}
@@ -239,8 +240,8 @@ HYBRID_MACHINES = {
 }
 
 
-class Meter:
-    """Milliseconds of one engine's steps by the table; its policy observes those instead of the clock."""
+class SimulatedClock:
+    """Clock of one engine: it adds up the table's milliseconds of each step, which the policy observes."""
 
     def __init__(self, llm: LLM, machine: Machine, k: int) -> None:
         """Replace the cost model and the clock of the engine's policy."""
@@ -321,16 +322,16 @@ def replay(name: str, options: argparse.Namespace) -> dict[str, Any]:
     head.LLM = partial(LLM, overlap=machine.overlaps)
     engines = head.Engines(options, head.read(options.prompts, options.count))
     sides = engines.some_of(options.methods, float("inf"))
-    meters = {side: Meter(llm, machine, options.k) for side, llm in sides.items()}
+    clocks = {side: SimulatedClock(llm, machine, options.k) for side, llm in sides.items()}
     found: dict[str, Any] = {}
     for task, prompts in head.chosen(engines.prompts, batch, options).items():
         rates, lines = {}, {}
         for side, llm in sides.items():
             head.run(llm, prompts, batch, options.tokens // 2, "before")  # learns costs and acceptance
             head.run(llm, prompts, batch, 1, "")  # fills the prefix cache
-            meters[side].read()
+            clocks[side].read()
             _, outputs, _ = head.run(llm, prompts, batch, options.tokens, "")
-            tokens, (spent, steps, rounds) = sum(map(len, outputs.values())), meters[side].read()
+            tokens, (spent, steps, rounds) = sum(map(len, outputs.values())), clocks[side].read()
             rates[side] = tokens / spent
             over_plain = tokens / spent / batch * machine.cost.row_seconds(batch)
             lines[side] = {"over plain": round(over_plain, 3), "tokens a step": round(tokens / steps, 2)}

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from common.dummy_head import write_dummy_head
-from common.gpu_engine import heat, params_of
+from common.gpu_engine import params_of, warm_clock
 from common.measure import finish
 from common.prompts import chat_prompts
 from common.shapes import SHAPES, write_shape
@@ -109,7 +109,7 @@ def measure(engines: dict[str, LLM], batch: int, options: argparse.Namespace) ->
         for _ in range(2):
             outputs = timed(llm, prompts, given)[1]
             num_different[name] += sum(a != b for a, b in zip(outputs, want, strict=True))
-    heat(0.5)
+    warm_clock(0.5)
     rates: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for number in range(options.rounds):

@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from common.gpu_engine import decoding, heat, params_of
+from common.gpu_engine import decoding, params_of, warm_clock
 from common.measure import finish
 from common.shapes import SHAPES, write_shape
 
@@ -97,7 +97,7 @@ def main() -> None:
         sides = {side: build_llm(shape, side, options) for side in ("plain", *options.sides)}
     figures: dict[str, dict[str, float]] = {}
     for batch in options.batches:
-        heat()
+        warm_clock()
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(options.rounds):
             for side, llm in sides.items():

@@ -192,7 +192,7 @@ def test_failing_processor_ends_only_its_own_request(method, name):
     function, message, delivered = BAD_PROCESSORS[name]
     cases, setup = NEIGHBOURS[:2], Setup()
     alone = {str(a.index): reference_run(a, setup) for a in cases}
-    proposers.set_answers({k: v.token_ids for k, v in alone.items()})
+    proposers.set_outputs({k: v.token_ids for k, v in alone.items()})
     engine = setup.engine({"method": method} if method else None)
     bad = request(logits_processors=[function], temperature=0, logprobs=2)
     records = tiny.run(engine, [cases[0].request(plain=not method), bad, cases[1].request(plain=not method)])

@@ -32,7 +32,7 @@ class Bench:
         self._llm: tuple[Any, LLM] | None = None
 
     @property
-    def late(self) -> bool:
+    def is_time_up(self) -> bool:
         """Return whether the time is used up."""
         return time.monotonic() > self.until
 
@@ -87,7 +87,7 @@ def timed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> d
     return {"tok/s": total / seconds, "acceptance length": total / steps}
 
 
-def heat(seconds: float = 1.0) -> None:
+def warm_clock(seconds: float = 1.0) -> None:
     """Keep the GPU busy: after idle time its clock is lower for a while."""
     if not torch.cuda.is_available():
         return

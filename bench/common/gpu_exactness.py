@@ -108,7 +108,7 @@ def bits(bench: Bench) -> dict[str, Any]:
                 note(f"batch {batch} T {heat} scored again", *rescored(llm, plain[batch, heat]))
             ks = (3,) if midway else (1, 2, 5, 8) if method == "ngram" else (1, 4, 8)
             for k, overlap in product(ks, (True, False) if method == "ngram" else (False,)):
-                if bench.late:
+                if bench.is_time_up:
                     cases.append(f"batch {batch} T {heat} {method} k {k}: no time left")
                     continue
                 llm.engine.loop.overlap = overlap

@@ -20,7 +20,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from common.gpu_engine import SETTINGS, Bench, heat, kernels_of, params_of, timed
+from common.gpu_engine import SETTINGS, Bench, kernels_of, params_of, timed, warm_clock
 
 from draftproof import LLM, SamplingParams
 
@@ -37,8 +37,8 @@ LEAST = 4  # rounds
 WEIGHTS = {1: 1.0, 8: 1.0, 64: 1.7, 256: 2.6}  # of the time: a large batch takes longer for a round
 
 
-class Held:
-    """State of a draft policy, restored before every turn; meanwhile its cost model does not learn."""
+class FrozenPolicy:
+    """Draft policy whose state is restored before every turn; its cost model does not learn meanwhile."""
 
     def __init__(self, llm: LLM) -> None:
         self._policy = llm.engine.loop.policy
@@ -46,13 +46,13 @@ class Held:
         self._policy.cost.learns = False
         self._saved = deepcopy(self._policy)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the state."""
         vars(self._policy).update(vars(deepcopy(self._saved)))
 
     def release(self) -> None:
         """Restore the state and let the cost model learn again."""
-        self.put_back()
+        self.restore()
         self._policy.cost.learns = self._learns
 
 
@@ -62,11 +62,11 @@ def logprobs(bench: Bench) -> dict[str, Any]:
     each = bench.options.logprob_seconds / len(SETTINGS) / sum(weights.values())
     out: dict[str, Any] = {}
     for batch, name in product(batches, SETTINGS):
-        if not bench.late:
+        if not bench.is_time_up:
             found = out[f"{name} {batch}"] = cost(bench, batch, SETTINGS[name], each * weights[batch])
             print(f"logprobs, {name} {batch}:", found, flush=True)
     out["within bars"] = all(found["within bars"] for found in out.values())
-    if torch.cuda.is_available() and not bench.late:
+    if torch.cuda.is_available() and not bench.is_time_up:
         out["kernels of a plain step, us"] = kernels(bench)
     return out
 
@@ -86,22 +86,22 @@ def ratios_of(
     least: int,
 ) -> dict[str, Any]:
     """Measure all sides in turn, at least `least` rounds; return their speeds over that of "none"."""
-    heat()
+    warm_clock()
     until, names = time.monotonic() + seconds, list(sides)
     for _ in range(2):
-        timed(llm, prompts, sides["none"])  # it learns what steps cost
-    held, rounds = Held(llm), []
+        timed(llm, prompts, sides["none"])  # the policy measures step costs
+    policy, rounds = FrozenPolicy(llm), []
     for name in names:  # steps that are met for the first time are captured
-        held.put_back()
+        policy.restore()
         timed(llm, prompts, sides[name])
     while len(rounds) < least or time.monotonic() < until:
         first = len(rounds) % len(names)
         one = {}
         for name in names[first:] + names[:first]:
-            held.put_back()
+            policy.restore()
             one[name] = timed(llm, prompts, sides[name])
         rounds.append(one)
-    held.release()
+    policy.release()
     found: dict[str, Any] = {
         "rounds": len(rounds),
         "none": round(statistics.median(one["none"]["tok/s"] for one in rounds), 1),
@@ -120,7 +120,7 @@ def drafters(bench: Bench) -> dict[str, Any]:
     options, out = bench.options, {}
     until = time.monotonic() + options.drafter_seconds
     for number, (name, more) in enumerate(proposers_of(options).items()):
-        if bench.late or time.monotonic() > until:
+        if bench.is_time_up or time.monotonic() > until:
             out[name] = "no time left"
             continue
         llm = bench.llm(name, speculative_config={"num_speculative_tokens": 4, **more})
@@ -152,7 +152,7 @@ def proposers_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def kernels(bench: Bench) -> dict[str, dict[str, float]]:
-    """Microseconds of a step's kernels and copies, by how many logprobs are asked for."""
+    """Microseconds of a step's kernels and copies, by number of requested logprobs."""
     llm, out = bench.llm(), {}
     for batch in bench.options.batches[-2:]:
         prompts = bench.prompts("chat", batch)

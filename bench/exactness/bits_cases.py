@@ -1,4 +1,7 @@
-"""Engines and requests of `bits.py`: proposers, verification strategies, request options, engine options."""
+"""Engines and requests of `bits_between_commits.py`.
+
+They vary proposers, verification strategies, request options and engine options.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tiny models and draft heads of `bits.py`: random weights that are the same on every machine."""
+"""Tiny models and draft heads of `bits_between_commits.py`.
+
+Their random weights are the same on every machine.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Fault(Exception):
 
 
 @dataclass(frozen=True)
-class Trouble:
+class FailingLogitsProcessor:
     """Logits processor that fails from a certain length on."""
 
     length: int
@@ -101,15 +101,15 @@ class Trouble:
         return row + 0.5 * (torch.arange(len(row), device=row.device) % 5 == len(tokens) % 5)
 
 
-class Steps:
+class ModuloGrammar:
     """Grammar in which tokens differ by multiples of three; it may raise after some tokens."""
 
     def __init__(self, breaks_at: int | None) -> None:
         self.breaks_at = breaks_at
 
-    def start(self) -> Steps:
+    def start(self) -> ModuloGrammar:
         """Return the state before the first token."""
-        made = Steps(self.breaks_at)
+        made = ModuloGrammar(self.breaks_at)
         made.tokens = []
         return made
 
@@ -201,7 +201,7 @@ class Soak:
             debug=True,
         )
         self.lost_steps = 0
-        self.target.loop.device.run = self.unreliable(self.target.loop.device.run)  # type: ignore[method-assign]
+        self.target.loop.device.run = self.with_injected_faults(self.target.loop.device.run)  # type: ignore[method-assign]
         self.alone = engine(
             model, backend=backend, max_num_seqs=1, enable_prefix_caching=False, overlap=False
         )
@@ -211,7 +211,7 @@ class Soak:
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
 
-    def unreliable(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def with_injected_faults(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return `run` with some calls that fail, before or after their work."""
 
         def call(*arguments: Any) -> Any:
@@ -237,9 +237,9 @@ class Soak:
         trouble, grammar = chance.random(), None
         if trouble < 0.08:
             at = len(prompt) + chance.randint(0, 12)
-            options["logits_processors"] = [Trouble(at, chance.choice(["raises", "nan"]))]
+            options["logits_processors"] = [FailingLogitsProcessor(at, chance.choice(["raises", "nan"]))]
         elif trouble < 0.2:
-            grammar = Steps(chance.choice([None, None, chance.randint(0, 12)]))
+            grammar = ModuloGrammar(chance.choice([None, None, chance.randint(0, 12)]))
         params = SamplingParams(
             temperature=chance.choice([0.0, 0.7, 1.3]),
             max_tokens=most,
@@ -252,8 +252,8 @@ class Soak:
             id=name, prompt_token_ids=prompt, params=params, seed=seed, eos_token_ids=(EOS,), grammar=grammar
         )
 
-    def wave(self, size: int) -> None:
-        """Serve so many requests, check that nothing remains, compare the results."""
+    def serve_batch(self, size: int) -> None:
+        """Serve a wave of requests; check that no page or slot is in use and that the results are equal."""
         todo = [self.request() for _ in range(size)]
         requests = {r.id: r for r in todo}
         received = {name: Received() for name in requests}
@@ -326,7 +326,7 @@ def soak(requests: int, wave: int = 50, **options: Any) -> dict[str, Any]:
     objects: list[int] = []
     resident: list[float] = []
     while soaked.count < requests:
-        soaked.wave(min(wave, requests - soaked.count))
+        soaked.serve_batch(min(wave, requests - soaked.count))
         gc.collect()
         objects.append(len(gc.get_objects()))
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 2**20)

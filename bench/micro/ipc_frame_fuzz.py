@@ -1,4 +1,4 @@
-"""Damaged frames by the million: none may crash or hang the receiver, or be believed.
+"""Decode a million damaged frames: none may crash or hang the receiver, or be accepted.
 
     python bench/micro/ipc_frame_fuzz.py --frames 1000000
 

@@ -36,11 +36,11 @@ from common.serving.server_process import (
     NGRAM,
     Program,
     Reply,
-    ask,
     get,
     num_files,
     request_bytes,
     rss_mib,
+    send_request,
     served,
 )
 
@@ -57,7 +57,7 @@ class Faults:
     async def probe(self, count: int = 8, begin: int = 0) -> dict[str, int]:
         """Send valid requests at once, half of them streams; return how many outputs were right."""
         todo = [i % STREAMS for i in range(begin, begin + count)]
-        requests = [ask(self.where, {**bodies()[i], "stream": i % 2 == 0}) for i in todo]
+        requests = [send_request(self.where, {**bodies()[i], "stream": i % 2 == 0}) for i in todo]
         replies = await asyncio.gather(*requests, return_exceptions=True)
         result: Counter[str] = Counter(right=0, wrong=0)
         for i, reply in zip(todo, replies, strict=True):
@@ -105,13 +105,13 @@ class Faults:
             async def one(i: int, begun: set[int], ended: list[float]) -> Reply:
                 body = {**bodies()[i], "max_tokens": 600, "ignore_eos": True, "stream": True}
                 body.pop("structured_outputs", None)
-                reply = await ask(self.where, body, on_data=lambda _: begun.add(i))
+                reply = await send_request(self.where, body, on_data=lambda _: begun.add(i))
                 ended.append(time.monotonic())
                 return reply
 
             tasks = [asyncio.create_task(one(i, begun, ended)) for i in range(STREAMS)]
             whole = [{**bodies()[0], "max_tokens": 600, "ignore_eos": True} for _ in range(4)]
-            wholes = [asyncio.create_task(ask(self.where, body)) for body in whole]
+            wholes = [asyncio.create_task(send_request(self.where, body)) for body in whole]
             while len(begun) < STREAMS:
                 await asyncio.sleep(0.02)
             worker = self.program.worker()
@@ -279,7 +279,7 @@ def with_server(
 
         found = asyncio.run(run())
         found["exit_status"] = program.stop()
-    found["processes_left"] = len(program.left())
+    found["processes_left"] = len(program.wait_until_ended())
     found["folders_left"] = len(glob(f"{folder}/draftproof-*"))
     shutil.rmtree(folder, ignore_errors=True)
     right = {"right": STREAMS, "wrong": 0}
@@ -293,7 +293,8 @@ async def server_killed(faults: Faults) -> dict[str, Any]:
     long = {**bodies()[0], "max_tokens": 600, "ignore_eos": True, "stream": True}
     begun: set[int] = set()
     tasks = [
-        asyncio.create_task(ask(faults.where, long, on_data=lambda _, i=i: begun.add(i))) for i in range(8)
+        asyncio.create_task(send_request(faults.where, long, on_data=lambda _, i=i: begun.add(i)))
+        for i in range(8)
     ]
     while len(begun) < 8:
         await asyncio.sleep(0.02)

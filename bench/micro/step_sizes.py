@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from common.gpu_engine import SETTINGS, Bench, heat, params_of, timed
+from common.gpu_engine import SETTINGS, Bench, params_of, timed, warm_clock
 from common.measure import finish, python_us
 
 from draftproof import LLM
@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.logprobs is not None:
         sides |= {f"{name}, logprobs": {**mine, "logprobs": options.logprobs} for name, mine in sides.items()}
     for batch in options.batches:
-        bench.llm(), heat()
+        bench.llm(), warm_clock()
         rates: dict[str, list[float]] = {name: [] for name in sides}
         speeds, steps = [], {}
         for number in range(options.rounds + 1):  # the first does not count

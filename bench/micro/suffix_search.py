@@ -117,7 +117,7 @@ def run(llm: Any, batch: int) -> tuple[int, float]:
     """Run three requests for each slot; return steps and seconds."""
     core = llm.engine
     loop = core.loop
-    instant = loop.device = host.Instant(loop.device)
+    instant = loop.device = host.InstantDevice(loop.device)
     instant.limit = loop.scheduler.mirror.max_length
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     for i in range(3 * batch):

@@ -1,9 +1,9 @@
-"""How long a training update takes, and which ops take it; the last line of stdout is JSON.
+"""Time of a training update, and its share by op; the last line of stdout is JSON.
 
     python bench/micro/train_step.py [--model smollm2-135m] [--device cuda] [--keep 0,1]
 
-Texts of random ids, of 64 to 1,024 tokens: the time does not depend on what is said. The pace is measured
-without the profiler, the ops' shares, and what they take together, with it.
+Texts of random ids, of 64 to 1,024 tokens. The time does not depend on the token values. Seconds per update
+are measured without the profiler. Shares of ops and their sum are measured with it.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ pytestmark = pytest.mark.skipif(
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return an engine on a simulated GPU."""
     from draftproof.ops.triton.gemm.cublas import Cublas
-    from no_gpu import pretend
+    from no_gpu import simulate_gpu
 
-    pretend(monkeypatch)
+    simulate_gpu(monkeypatch)
     monkeypatch.setattr(Cublas, "multiply", lambda *_: None)
     monkeypatch.setitem(tiny.ARCHITECTURES, "wide", SHAPE)
     return tiny.engine("wide", "bfloat16", backend="triton", debug=False)

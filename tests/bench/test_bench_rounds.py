@@ -54,13 +54,13 @@ def test_control_defect_in_an_op_is_reported(rounds: Any, monkeypatch: pytest.Mo
 @pytest.mark.skipif(find_spec("triton") is None or torch.cuda.is_available(), reason="needs triton, no GPU")
 @torch.inference_mode()
 def test_every_kernel_is_compiled_ahead(rounds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from no_gpu import pretend
+    from no_gpu import simulate_gpu
 
-    kernels, compiled = pretend(monkeypatch)
+    kernels, compiled = simulate_gpu(monkeypatch)
     options = rounds.parsed([*FEW, "--backend", "triton", "--batches", "1,40"])
     made = rounds.checkpoint(options)
     decoding = rounds.Decoding(options, rounds.dummy_head(made, options.vocab, tmp_path), made)
-    decoding.ready(options.batches, check=True)
+    decoding.capture_all(options.batches, check=True)
     ahead = set(kernels)
     assert len(ahead) > 10 and len(compiled) == 1 + 4 * 2 + 2
     kernels.clear()
@@ -68,10 +68,10 @@ def test_every_kernel_is_compiled_ahead(rounds: Any, tmp_path: Path, monkeypatch
     def run_all() -> None:
         for batch in options.batches:
             for drafts in (0, decoding.k):
-                decoding.put_back(batch, drafts)
+                decoding.restore_state(batch, drafts)
                 for part in decoding.parts(batch, drafts):
                     part()
-            decoding.alone(partial(decoding.drafted, batch))
+            decoding.with_separate_ops(partial(decoding.drafted, batch))
 
     decoding.engine.ops.runtime.compile([run_all], lambda *_: None)
     assert kernels and set(kernels) <= ahead

@@ -214,7 +214,7 @@ def test_engine_with_a_lost_device_stops_with_the_reason(steps):
         target.add(request)
     with pytest.raises(EngineDeadError, match="does not respond after RuntimeError in a step: CUDA"):
         for step in range(100):
-            ops.gone = step == 4
+            ops.is_device_lost = step == 4
             outputs += target.step()
     assert outputs and not any(out.finish_reason for out in outputs)
     for call in (target.step, lambda: target.add(tiny.request(9, SamplingParams()))):
@@ -230,7 +230,7 @@ def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
 
     def lose_device(count, num_requests):
         """Lose the device once all requests are added, since a dead engine accepts none."""
-        llm.engine.ops.gone |= count >= 5 and llm.tracker.num_requests == num_requests
+        llm.engine.ops.is_device_lost |= count >= 5 and llm.tracker.num_requests == num_requests
         return False
 
     llm.engine.ops.when = lambda ops, op, count: op == "sample" and lose_device(count, 4)

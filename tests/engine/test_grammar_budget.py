@@ -64,7 +64,7 @@ def test_ambiguous_grammar_fails_its_request_alone(kind: str, spec: str) -> None
     target = tiny.engine(speculative=SPECS[spec], max_grammar_seconds=0.02)
     usual = [tiny.request(i, PARAMS, grammar=grammars.grammar("json")) for i in range(2)]
     alone = tiny.run(tiny.engine(speculative=None), usual)
-    proposers.set_answers({name: record.token_ids for name, record in alone.items()} | {"2": [true] * 80})
+    proposers.set_outputs({name: record.token_ids for name, record in alone.items()} | {"2": [true] * 80})
     got = tiny.run(target, [*usual, tiny.request(2, params, grammar=ambiguous)])
     assert got["2"].finish[0] == "error" and GRAMMAR_TOO_SLOW in str(got["2"].finish[2])
     assert 0 < len(got["2"].token_ids) < 80

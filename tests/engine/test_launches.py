@@ -28,7 +28,7 @@ from draftproof.ops.parallel.forward import use_communicator
 from draftproof.propose import ProposerEnv
 from draftproof.propose.head import Eagle3Proposer
 from draftproof.types import DeviceBatch, Draft, DraftSpec, Rows
-from no_gpu import pretend
+from no_gpu import simulate_gpu
 from step_cases import PAGE, Size, Step
 
 pytestmark = pytest.mark.skipif(
@@ -71,7 +71,7 @@ def triton_ops(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     from draftproof.ops.triton.backend import TritonOps
 
-    pretend(monkeypatch)
+    simulate_gpu(monkeypatch)
     launches = Launches()
     empty = torch.empty
 

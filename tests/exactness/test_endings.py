@@ -58,7 +58,7 @@ def serve(request: Request, answer, spec=SPEC, fresh=False, **options) -> tiny.R
     Plain records are cached, except those of requests with processors, whose repr has only their address.
     `fresh`: not, for a broken engine.
     """
-    proposers.set_answers({"0": list(answer)})
+    proposers.set_outputs({"0": list(answer)})
     spec = dict(spec)
     overlap = spec.pop("overlap", False)
     if fresh or request.params.logits_processors:
@@ -172,7 +172,7 @@ def test_reject_all_and_accept_all_finish():
     request = make_request(seed, {"eos_token_ids": (answer[4],)})
     record = serve(request, answer, {**SPEC, "accept_policy": "reject_all"})
     assert statistics(record).num_accepted_tokens == 0 and len(record.token_ids) == 5
-    proposers.set_answers({"0": [9, 9, 9, answer[4], 9, 9, 9, 9, 9]})
+    proposers.set_outputs({"0": [9, 9, 9, answer[4], 9, 9, 9, 9, 9]})
     engine = tiny.engine(speculative={**SPEC, "accept_policy": "accept_all"})
     record = tiny.run(engine, [request])["0"]
     assert record.token_ids[1:] == [9, 9, answer[4]] and record.finish[0] == "stop"

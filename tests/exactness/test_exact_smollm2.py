@@ -90,7 +90,7 @@ CASES = [  # method, drafts, requests, dtype, temperature, overlap
 def test_smollm2_is_exact(model, method, k, batch, dtype, temperature, overlap):
     request, engine, reference_run = model
     alone = {str(i): reference_run(dtype, i, temperature) for i in range(batch)}
-    proposers.set_answers({name: record.token_ids for name, record in alone.items()})
+    proposers.set_outputs({name: record.token_ids for name, record in alone.items()})
     target = engine(dtype, True)
     set_proposer(target, method, overlap)
     records = tiny.run(target, [request(i, temperature, k) for i in range(batch)], arrivals=[0, 2, 2, 5])

@@ -176,7 +176,7 @@ def test_requests_after_abort_of_all_are_exact(spec, when):
     engine = Setup().engine(spec, overlap=True, max_num_seqs=2)
     cases = [free(0), free(1, "frequency"), free(2, "eos")]
     alone = {str(a.index): reference_run(a, Setup()) for a in cases}
-    proposers.set_answers({name: record.token_ids for name, record in alone.items()})
+    proposers.set_outputs({name: record.token_ids for name, record in alone.items()})
     for i in range(3):
         engine.add(tiny.request(10 + i, SamplingParams(max_tokens=30, ignore_eos=True)))
     for _ in range(when):
@@ -198,7 +198,7 @@ def reuse_slot(spec) -> list[str]:
     """
     second = free(1, "none", 1.3, length=4)
     alone = reference_run(second, Setup())
-    proposers.set_answers({"1": alone.token_ids})
+    proposers.set_outputs({"1": alone.token_ids})
     found = []
     for when in range(2, 7):
         engine = Setup().engine(spec, overlap=True, max_num_seqs=1, debug=False)
@@ -271,7 +271,7 @@ def errors_after_finish(spec, **options) -> list[str]:
     engine = Setup().engine(spec, overlap=True, max_num_seqs=3, debug=False, **options)
     cases = [free(i, "stop_ids" if i % 2 else "max_tokens", 1.3) for i in range(6)]
     alone = {str(a.index): reference_run(a, Setup()) for a in cases}
-    proposers.set_answers({name: record.token_ids for name, record in alone.items()})
+    proposers.set_outputs({name: record.token_ids for name, record in alone.items()})
     records = tiny.run(engine, [a.request() for a in cases])
     found = []
     for name, record in records.items():
@@ -327,7 +327,7 @@ def test_step_of_finished_requests_has_no_rows():
 
 def test_idle_engine_launches_nothing(monkeypatch):
     engine = tiny.engine(overlap=True, speculative=FLAKY)
-    proposers.set_answers({})
+    proposers.set_outputs({})
     assert not engine.step()
     tiny.run(engine, [tiny.request(0, SamplingParams(max_tokens=3))])
     launched = []

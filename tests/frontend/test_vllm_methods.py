@@ -10,7 +10,7 @@ import pytest
 
 from draftproof import LLM, LoadError, RequestError, SamplingParams
 from draftproof.frontend.vllm_metrics import Counter, Gauge, Histogram, Vector
-from text_pieces import make_llm, seen
+from text_pieces import make_llm, output_fields
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
 PROMPT = "abababab"
@@ -83,7 +83,7 @@ def test_defaults_of_the_model_apply_to_requests_without_params(tmp_path: Path) 
     def run(params: SamplingParams | None, spec: Any = None, **options: Any) -> tuple[SamplingParams, Any]:
         with make_llm(tmp_path, spec, seed=7, **options) as llm:
             output = llm.generate(PROMPT, params)[0].outputs[0]
-            return llm.get_default_sampling_params(), seen(output)
+            return llm.get_default_sampling_params(), output_fields(output)
 
     assert run(None) == run(None, NGRAM) == run(expected) and run(None)[0] == expected
     assert run(None, generation_config="vllm") == run(SamplingParams(), generation_config="vllm") != run(None)

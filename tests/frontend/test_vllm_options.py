@@ -10,7 +10,7 @@ import torch
 
 from draftproof import LLM, ConfigError, EngineConfig, RequestError, SamplingParams
 from draftproof.compat.vllm_options import RULES
-from text_pieces import make_llm, seen
+from text_pieces import make_llm, output_fields
 
 SCRIPT_OPTIONS: dict[str, Any] = {
     "tensor_parallel_size": 1,
@@ -44,7 +44,7 @@ def test_options_of_a_vllm_script_change_no_output(tmp_path: Path, temperature: 
     results = []
     for spec, options in ((None, {}), (None, SCRIPT_OPTIONS), (NGRAM, SCRIPT_OPTIONS)):
         with make_llm(tmp_path, spec, **options) as llm:
-            results.append(seen(llm.generate("abab", params)[0].outputs[0]))
+            results.append(output_fields(llm.generate("abab", params)[0].outputs[0]))
     assert results[0] == results[1] == results[2]
 
 

@@ -21,7 +21,7 @@ from draftproof import (
     TextPrompt,
     TokensPrompt,
 )
-from text_pieces import make_llm, seen
+from text_pieces import make_llm, output_fields
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
 PROMPT = "abababab"
@@ -38,7 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
 def same(pair: tuple[LLM, LLM], prompt: Any, params: SamplingParams) -> Any:
     """Return the output of a request after a comparison of both engines."""
     plain, spec = (llm.generate(prompt, params)[0] for llm in pair)
-    assert seen(plain.outputs[0]) == seen(spec.outputs[0])
+    assert output_fields(plain.outputs[0]) == output_fields(spec.outputs[0])
     assert plain.prompt_token_ids == spec.prompt_token_ids and plain.prompt_logprobs == spec.prompt_logprobs
     return spec
 

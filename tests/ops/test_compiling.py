@@ -210,9 +210,9 @@ def test_start_without_running_kernels_reads_valid_indices(
     """
     import heads
     import tiny
-    from no_gpu import pretend
+    from no_gpu import simulate_gpu
 
-    kernels, gone_through = pretend(monkeypatch)
+    kernels, gone_through = simulate_gpu(monkeypatch)
     speculative = {"method": method, "num_speculative_tokens": 4}
     speculative |= heads.options(method, "llama", "bfloat16")
     options = {"warm_up": True, "max_num_batched_tokens": 2048, "backend": "triton", "debug": False}

@@ -181,7 +181,7 @@ LLAMA = AttentionShape(num_q=32, num_kv=8, dim=128, scale=0.1, window=0)
 def test_kernels_of_hopper_are_used_at_long_page_tables(
     count: int, tokens: int, changes: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels, _ = no_gpu.pretend(monkeypatch)
+    kernels, _ = no_gpu.simulate_gpu(monkeypatch)
     changes = dict(changes)
     capability = changes.pop("capability", (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

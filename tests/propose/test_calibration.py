@@ -212,7 +212,7 @@ def test_head_that_stops_early_stores_all_kv(overlap: bool, monkeypatch: pytest.
 
 
 def test_draft_model_that_stops_early_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = {"method": "draft_model", "model": heads.itself("llama", "float32")}
+    spec = {"method": "draft_model", "model": heads.target_copy("llama", "float32")}
     assert {1, 4} <= serve_with_costs(spec, False, monkeypatch)
 
 

@@ -94,7 +94,7 @@ def test_count_of_tokens_without_kv_is_an_upper_bound(kind, monkeypatch):
         return made._replace(rounds=0) if kind == "hybrid" else DraftDecision(np.zeros_like(slots))
 
     monkeypatch.setattr(DraftPolicy, "decide", decide_rarely)
-    model = {"method": "draft_model", "model": heads.itself("llama", "float32")}
+    model = {"method": "draft_model", "model": heads.target_copy("llama", "float32")}
     spec = {"method": "hybrid", "proposers": [model, {"method": "ngram"}]} if kind == "hybrid" else model
     spec = {**spec, "num_speculative_tokens": 3, "adaptive": False}
     backend = "padded_ops:PaddedOps" if kind == "hybrid" else "auto"
@@ -163,7 +163,7 @@ def turns(
     Return the cached tokens, the drafts and the accepted drafts of the last turn. Another request before it
     takes free pages. stores_prompts: all turns have speculation, so that KV of the prompts is stored.
     """
-    model = {"method": "draft_model", "model": heads.itself("llama", "float32"), "adaptive": False}
+    model = {"method": "draft_model", "model": heads.target_copy("llama", "float32"), "adaptive": False}
     sizes = {"page_size": 8, "kv_cache_tokens": 160, "max_num_batched_tokens": chunk, "overlap": overlap}
     engine = Setup(backend=backend).engine({**model, "num_speculative_tokens": 3}, **sizes)
     ids, record = heads.tiny.prompt(0, 20), None
@@ -216,7 +216,7 @@ def test_control_deferred_prompt_that_counts_as_stored_loses_drafts(chunk, monke
 
 def test_pages_of_a_request_that_is_aborted_within_its_prompt_still_lack_kv():
     """Let a request share pages without KV and end before its drafts; a later one shares them too."""
-    model = {"method": "draft_model", "model": heads.itself("llama", "float32"), "adaptive": False}
+    model = {"method": "draft_model", "model": heads.target_copy("llama", "float32"), "adaptive": False}
     engine = Setup().engine({**model, "num_speculative_tokens": 3}, page_size=8, max_num_batched_tokens=8)
     off = SamplingParams(max_tokens=30, ignore_eos=True, speculative={"enabled": False})
     ids = heads.tiny.prompt(0, 18)
@@ -232,7 +232,7 @@ def test_pages_of_a_request_that_is_aborted_within_its_prompt_still_lack_kv():
 
 
 def test_pages_of_a_request_in_a_failed_step_lack_kv():
-    model = {"method": "draft_model", "model": heads.itself("llama", "float32")}
+    model = {"method": "draft_model", "model": heads.target_copy("llama", "float32")}
     engine = Setup().engine(model, page_size=8)
     engine.add(request(0, SamplingParams(max_tokens=30, ignore_eos=True), prompt_token_ids=[3] * 20))
     for _ in range(3):
@@ -255,7 +255,7 @@ def test_control_forgotten_pages_lose_drafts(chunk, monkeypatch):
 @pytest.mark.parametrize("caching", [False, True])
 def test_steps_without_drafts_do_not_run_the_model(method, caching, monkeypatch):
     """Count passes of the draft model for a request without speculation; hybrids search beside it."""
-    model = {"method": "draft_model", "model": heads.itself("llama", "float32")}
+    model = {"method": "draft_model", "model": heads.target_copy("llama", "float32")}
     spec = model if method == "draft_model" else {"method": method, "proposers": [model, {"method": "ngram"}]}
     engine = Setup().engine(spec, page_size=8, enable_prefix_caching=caching)
     proposer = engine.loop.device.drafting.proposer

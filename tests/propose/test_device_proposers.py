@@ -80,7 +80,11 @@ def test_draft_logprobs_equal_target_logprobs_for_equal_weights(sampling, monkey
     fields = {"include_draft_logprobs": True, "logprobs_mode": "processed", "top_k": 20, "ignore_eos": True}
     monkeypatch.setitem(OPTIONS, "records", {**fields, "logprobs": 3})
     cases = [Case(i, "records", heat, length=20, prompt=False) for i, heat in enumerate((0.0, 0.7, 1.3))]
-    spec = {"method": "draft_model", "model": heads.itself("llama", "float32"), "draft_sampling": sampling}
+    spec = {
+        "method": "draft_model",
+        "model": heads.target_copy("llama", "float32"),
+        "draft_sampling": sampling,
+    }
     batch = Batch(cases, Setup(), {**spec, "adaptive": False, "num_speculative_tokens": 3})
     assert batch.differences() == []
     compared = 0
@@ -241,7 +245,7 @@ def test_rounds_rows_and_entries_are_those_of_the_step(monkeypatch):
 
 
 def test_draft_kv_is_stored_for_requests_without_speculation():
-    model = heads.itself("llama", "float32")
+    model = heads.target_copy("llama", "float32")
     cases = [Case(0, "no_logprobs", 0.0, length=20, prompt=False, enabled=False)]
     setup = Setup()
     target = setup.engine({"method": "draft_model", "model": model, "adaptive": False}, page_size=8)

@@ -56,7 +56,7 @@ def serve(case: dict[str, Any], backend: str = "auto") -> dict[str, Any]:
         for i in range(case["batch"])
     ]
     method = "test_draft_model:EveryThirdWrong" if case["reject"] else "draft_model"
-    spec = {"method": method, "model": heads.itself(case["arch"], case["dtype"])}
+    spec = {"method": method, "model": heads.target_copy(case["arch"], case["dtype"])}
     spec |= {"num_speculative_tokens": case["k"], "adaptive": case["adaptive"]}
     sizes: dict[str, Any] = {"page_size": 8, "enable_prefix_caching": case["prefix"] != "off"}
     if case["pages"] != "many":
@@ -115,7 +115,7 @@ def test_every_right_draft_is_accepted_in_captured_padded_steps(temperature, rej
 @pytest.mark.parametrize("backend", ["auto", "padded_ops:PaddedOps"])
 def test_draft_model_drafts_beside_a_search(backend, chunk):
     """Let prompts end in steps without room for one row more, which the first draft needs."""
-    model = {"method": "draft_model", "model": heads.itself("llama", "float32")}
+    model = {"method": "draft_model", "model": heads.target_copy("llama", "float32")}
     spec = {"method": "hybrid", "proposers": [model, {"method": "ngram"}], "num_speculative_tokens": 3}
     cases = [Case(i, "long", 0.7, length=16 + 8 * i, prompt=False) for i in range(3)]
     batch = Batch(cases, Setup(backend=backend), {**spec, "adaptive": False}, arrivals=[0, 0, 2], chunk=chunk)

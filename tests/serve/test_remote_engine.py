@@ -81,7 +81,7 @@ def all_fields(output: RequestOutput) -> str:
 @pytest.mark.parametrize("spec", ["plain", "ngram", "host", "several"])
 def test_remote_provenance_and_statistics_equal_llm(make: Any, alone: Any, tmp_path: Path, spec: str) -> None:
     """Send one request after the other; compare provenance, drafts, statistics, cached tokens."""
-    proposers.set_answers(async_serving.Always(alone[1].outputs[0].token_ids))  # other tests set other ones
+    proposers.set_outputs(async_serving.Always(alone[1].outputs[0].token_ids))  # other tests set other ones
     options = {
         "plain": None,
         "ngram": {"method": "ngram", "adaptive": False},

@@ -15,7 +15,7 @@ from draftproof import LLM, AsyncLLM, SamplingParams
 from draftproof.async_llm import Stream
 from draftproof.outputs import RequestOutput, TokenEvent
 from exact import check_empty
-from text_pieces import FIRST, PIECES, Always, Pieces, seen
+from text_pieces import FIRST, PIECES, Always, Pieces, output_fields
 
 ALLOWED = [2, *range(FIRST, FIRST + len(PIECES))]
 SPECS: dict[str, dict[str, Any] | None] = {
@@ -63,12 +63,12 @@ def reference_outputs(make: Callable[..., LLM]) -> list[RequestOutput]:
     llm = make("plain", overlap=False)
     made = [llm.generate(prompt, params_of)[0] for prompt, params_of in CASES]
     assert any(isinstance(o.stop_reason, str) for r in made for o in r.outputs)
-    proposers.set_answers(Always(made[1].outputs[0].token_ids))
+    proposers.set_outputs(Always(made[1].outputs[0].token_ids))
     return made
 
 
 def facts(output: RequestOutput) -> object:
-    return [seen(o) for o in output.outputs], output.prompt_logprobs, output.finished, output.usage
+    return [output_fields(o) for o in output.outputs], output.prompt_logprobs, output.finished, output.usage
 
 
 def stream_facts(events: Sequence[TokenEvent], index: int) -> tuple[object, ...]:

@@ -29,7 +29,7 @@ MANY_ENDS = tuple(range(5, V, 3))
 BAD_WORDS = [(40,), *((a, (a * 3 + s) % V) for a in range(3, V) for s in range(0, 40, 2))]
 
 
-def lean_on_context(tokens: Sequence[int], row: torch.Tensor) -> torch.Tensor:
+def bias_by_last_tokens(tokens: Sequence[int], row: torch.Tensor) -> torch.Tensor:
     """Change logits by each of the last three tokens."""
     key = tokens[-1] + 3 * tokens[-2 % len(tokens)] + 5 * tokens[-3 % len(tokens)] + len(tokens)
     return row + 3.0 * ((torch.arange(len(row), device=row.device) * 7 + key) % 11 == 0)
@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eos": {"logit_bias": {EOS: 4.0}},
     "ignore_eos": {"ignore_eos": True, "logit_bias": {EOS: 4.0}},
     "stop_ids": {"stop_token_ids": MANY_ENDS},
-    "processor": {"logits_processors": [lean_on_context], **PROCESSED},
+    "processor": {"logits_processors": [bias_by_last_tokens], **PROCESSED},
     "no_logprobs": {"logprobs": None, "prompt_logprobs": None},
     "sampled_logprob": {"logprobs": 0, "prompt_logprobs": 0},
     "named_logprobs": {"logprobs": None, "logprob_token_ids": [3, 50, 7]},
@@ -73,7 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "min_tokens": 5,
         "max_tokens": 13,
         "stop_token_ids": MANY_ENDS[::3],
-        "logits_processors": [lean_on_context],
+        "logits_processors": [bias_by_last_tokens],
         "logprobs_mode": "processed",
     },
 }
@@ -212,8 +212,8 @@ class Setup:
 def reference_run(case: Case, setup: Setup, fresh: bool = False) -> tiny.Record:
     """Serve one request alone, without speculation, its prompt in one chunk.
 
-    Results are cached, also for requests that differ in what has no meaning alone, and engines serve several
-    requests one after another, without a prefix cache. `fresh`: neither, for a broken engine.
+    Results are cached. Options that have no effect on a single request (priority, salt) are removed first.
+    Engines are reused, without a prefix cache. `fresh`: build a new engine and cache nothing.
     """
     case = replace(case, priority=0, salt=None, enabled=True, k=None)
     return _run_alone(case, setup.engine()) if fresh else _reference_run(case, setup)
@@ -260,7 +260,7 @@ class Batch:
     records: dict[str, tiny.Record] = field(default_factory=dict)  # of the last call of `serve`
 
     def serve(self, answers: Mapping[str, list[int]]) -> dict[str, tiny.Record]:
-        proposers.set_answers(answers)
+        proposers.set_outputs(answers)
         sizes = {"max_num_batched_tokens": self.chunk, "overlap": self.overlap, **self.sizes}
         target = self.engine or self.setup.engine(self.speculative, **sizes)
         self.engine = target

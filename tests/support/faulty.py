@@ -25,7 +25,7 @@ class FaultyOps(CpuOps):
         super().__init__(device, **options)
         self.when: When | None = None
         self.late = False
-        self.gone = False
+        self.is_device_lost = False
         self.raised = 0
         self._counts: Counter[str] = Counter()
         self._fetch, self.runtime.fetch = self.runtime.fetch, self._fetch_guarded  # type: ignore[method-assign]
@@ -33,8 +33,9 @@ class FaultyOps(CpuOps):
             family = next(f for f in (self.sampling, self.step, self.search) if hasattr(f, name))
             setattr(family, name, self._guarded(name, getattr(family, name)))
 
-    def meet(self, name: str) -> None:
-        if self.gone:
+    def raise_if_planned(self, name: str) -> None:
+        """Raise if the device is lost or this call of an op is planned to fail."""
+        if self.is_device_lost:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if self.when is None:
             return
@@ -46,23 +47,23 @@ class FaultyOps(CpuOps):
     def _guarded(self, name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             if not self.late:
-                self.meet(name)
+                self.raise_if_planned(name)
             result = whole(*args, **options)
             if self.late:
-                self.meet(name)
+                self.raise_if_planned(name)
             return result
 
         return call
 
     def _fetch_guarded(self, tensor: torch.Tensor) -> PendingCopy:
-        is_probe = tensor.numel() == 1 and not self.gone  # a check whether the device still works
+        is_probe = tensor.numel() == 1 and not self.is_device_lost  # a check whether the device still works
         read = self._fetch(tensor)
         if is_probe:
             return read
-        self.meet("fetch")
+        self.raise_if_planned("fetch")
 
         def later() -> torch.Tensor:
-            self.meet("read")
+            self.raise_if_planned("read")
             return read()
 
         return PendingCopy(later, read.is_ready)
@@ -78,5 +79,5 @@ class CapturedOps(FaultyOps):
 
     def _graph(self, function: Callable[[], Any], pool: int = 0) -> Callable[[], Any]:
         function()  # a capture runs the step
-        self.meet("graph")
+        self.raise_if_planned("graph")
         return function

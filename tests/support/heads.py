@@ -137,10 +137,10 @@ def write_model(made: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> 
 
 
 @cache
-def itself(arch: str, dtype: str) -> str:
+def target_copy(arch: str, dtype: str) -> str:
     """Return a copy of the target; as a draft model its drafts are always accepted."""
     made = tiny.checkpoint(arch, dtype)
-    return save_model(f"itself/{arch}/{dtype}", made.config, made.tensors)
+    return save_model(f"target_copy/{arch}/{dtype}", made.config, made.tensors)
 
 
 @cache

@@ -16,7 +16,7 @@ class Chip:
     major = 9
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[], object]]]:
+def simulate_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Callable[[], object]]]:
     """Make the backend use the simulated GPU; return launched kernels and compiled functions."""
     from triton.runtime.jit import JITFunction
 

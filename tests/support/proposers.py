@@ -21,9 +21,9 @@ REQUESTS, TOKENS = 64, 1024  # size of the table of outputs
 
 
 class _Scripted(Proposer):
-    """Proposer that knows the plain output of each request, by id."""
+    """Proposer that drafts from the recorded plain output of each request."""
 
-    answers: ClassVar[Mapping[str, list[int]]] = {}
+    outputs: ClassVar[Mapping[str, list[int]]] = {}
 
     def __init__(self, env: ProposerEnv, options: Mapping[str, Any]) -> None:
         super().__init__(env, options)
@@ -41,7 +41,7 @@ class _Scripted(Proposer):
         for slot, budget, length in zip(batch.slots, batch.budget, batch.lengths, strict=True):
             request = self._requests[slot]
             done = length - len(request.prompt_token_ids)
-            target = list(_Scripted.answers.get(request.id, ())[done : done + budget])
+            target = list(_Scripted.outputs.get(request.id, ())[done : done + budget])
             drafts.append(self.draft_tokens(random.Random(f"{request.seed} {length}"), target, budget))
         return Draft.from_lists(drafts, self.env.k)
 
@@ -49,20 +49,20 @@ class _Scripted(Proposer):
         raise NotImplementedError
 
 
-def set_answers(answers: Mapping[str, list[int]]) -> None:
-    _Scripted.answers = answers
+def set_outputs(outputs: Mapping[str, list[int]]) -> None:
+    _Scripted.outputs = outputs
     _fill_tables()
 
 
 @torch.inference_mode()
 def _fill_tables() -> None:
-    answers = _Scripted.answers
-    only = next(iter(answers.values())) if len(answers) == 1 else ()
+    outputs = _Scripted.outputs
+    only = next(iter(outputs.values())) if len(outputs) == 1 else ()
     for table in _OnDevice.tables.values():
         lines = torch.full(table.shape, 7)
         for i, line in enumerate(lines):
-            answer = torch.tensor(list(answers.get(str(i), only))[:TOKENS], dtype=torch.int64)
-            line[: len(answer)] = answer
+            output = torch.tensor(list(outputs.get(str(i), only))[:TOKENS], dtype=torch.int64)
+            line[: len(output)] = output
         table.copy_(lines)
 
 

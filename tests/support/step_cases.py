@@ -332,8 +332,8 @@ def apply_grammar_mask(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     check_logits_in_place("apply_grammar_mask", ops, seed, size, ref, masked)
 
 
-def level(logits: Tensor, windows: Windows, scaled: bool) -> None:
-    """Make all tokens of a hot row equally good, so that rounding decides."""
+def equalize_logits(logits: Tensor, windows: Windows, scaled: bool) -> None:
+    """Set all logits of a row with a temperature to nearly equal scores, so that rounding decides."""
     columns = windows.columns
     hot = [r for r, slot in enumerate(windows.slot.tolist()) if slot >= 0 and columns.temperature[slot] > 0]
     for r in hot[1:2]:
@@ -350,7 +350,7 @@ def sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
     logits = step.logits(len(windows.slot)).to(ref.device)
     scaled = seed % 4 == 3
     if size.vocab < 100:
-        level(logits, windows, scaled)
+        equalize_logits(logits, windows, scaled)
     got = ops.sampling.sample(logits.clone().to(ops.device), mine, scaled)
     want = ref.sampling.sample(logits, windows, scaled)
     same(got[1], want[1], "bad")
@@ -396,7 +396,10 @@ def commit(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 @check
 def logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """Ids and ranks are the reference's; values are those of logits - logsumexp in the backend's own bits."""
+    """Check that ids and ranks equal those of the reference, and values those of the composition.
+
+    Values are logits - logsumexp, and their bits those of the backend's own primitives.
+    """
     step = Step(seed, size)
     count = size.picks
     logits = step.logits(5)
@@ -434,7 +437,10 @@ def logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 @check
 def draft_logprobs(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """Bits are those of `logprobs` at the row of each draft, of divided logits in the order of the ids."""
+    """Check that the bits equal those of `logprobs` at the row of each draft.
+
+    There the logits are divided by the temperature and in the order of the ids.
+    """
     step = Step(seed, size)
     rounds, count, slots = 1 + seed % 3, size.entries, len(step.columns.length)
     owner, drafts = step.ints(-1, slots - 1, rounds, count), step.ints(-1, size.vocab - 1, rounds, count)
@@ -669,9 +675,9 @@ def shift_rows(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
 
 @check
 def lm_head_sample(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
-    """Tokens are those of norm, LM head and sampling op by op, with the probability of each.
+    """Compare the tokens with those of norm, LM head and sampling op by op, and their probabilities too.
 
-    The logits are those of `linear` on normed rows, bit for bit.
+    The logits must equal those of `linear` on normed rows bit for bit.
     """
     step = Step(seed, size)
     windows = step.windows(spare_of(seed), ops.device)

@@ -55,7 +55,7 @@ def make_llm(folder, spec, **options):
     return llm
 
 
-def seen(output):
+def output_fields(output):
     """Return the fields of an output that drafts must not change."""
     names = ("text", "token_ids", "logprobs", "cumulative_logprob", "text_offsets", "finish_reason")
     return tuple(getattr(output, name) for name in (*names, "stop_reason", "error"))

@@ -24,7 +24,7 @@ class Words:
         self.words = {word.encode() for word in words}
         self.produced, self.silent, self.eos, self.end = produced, set(silent), eos, end.encode()
         self.beginnings = {word[:n] for word in self.words for n in range(len(word) + 1)}
-        self._nexts: dict[tuple[int, ...], list[int]] = {}
+        self._allowed_tokens: dict[tuple[int, ...], list[int]] = {}
 
     def start(self) -> GrammarState:
         return WordsState(self)
@@ -38,12 +38,12 @@ class Words:
             return text[0] in self.words
         return text[0] in self.beginnings
 
-    def nexts(self, tokens: Sequence[int]) -> list[int]:
+    def allowed_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that may follow, by trying each."""
         key = tuple(tokens)
-        if key not in self._nexts:
-            self._nexts[key] = [t for t in range(len(self.produced)) if self.viable([*key, t])]
-        return self._nexts[key]
+        if key not in self._allowed_tokens:
+            self._allowed_tokens[key] = [t for t in range(len(self.produced)) if self.viable([*key, t])]
+        return self._allowed_tokens[key]
 
     def _constrained(self, tokens: Sequence[int]) -> tuple[bytes, bool] | None:
         """Return the constrained text and whether it has ended; None if all of it is unconstrained."""
@@ -70,7 +70,7 @@ class WordsState:
 
     def fill(self, row: Tensor) -> None:
         allowed = torch.zeros(32 * len(row), dtype=torch.int64)
-        allowed[self.grammar.nexts(self.tokens)] = 1
+        allowed[self.grammar.allowed_tokens(self.tokens)] = 1
         words = (allowed.view(-1, 32) << torch.arange(32)).sum(1)
         row.copy_(torch.where(words >= 2**31, words - 2**32, words).to(torch.int32))
 

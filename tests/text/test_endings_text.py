@@ -18,7 +18,7 @@ from draftproof import SamplingParams
 from draftproof.engine.step.step_results import StepResults
 from draftproof.text.bulk.output import StopScanner
 from draftproof.text.streaming_output import StreamingOutput
-from text_pieces import CONFIG, FIRST, PIECES, Always, make_llm, seen
+from text_pieces import CONFIG, FIRST, PIECES, Always, make_llm, output_fields
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +68,10 @@ def checked_output(llms, prompt="ab", **options):
     want = plain.generate(prompt, params(**options))[0]
     whole = {**options, "stop": (), "stop_token_ids": (), "max_tokens": 18, "logits_processors": ()}
     free = plain.generate(prompt, params(**{**whole, "ignore_eos": True}))[0].outputs[0].token_ids
-    proposers.set_answers(Always(free))
+    proposers.set_outputs(Always(free))
     for llm in others:
         got = llm.generate(prompt, params(**options))[0]
-        assert seen(got.outputs[0]) == seen(want.outputs[0])
+        assert output_fields(got.outputs[0]) == output_fields(want.outputs[0])
         check_counts(got)
         assert not llm.engine.has_work
         pages = llm.engine.loop.scheduler.pages
@@ -129,7 +129,7 @@ def test_error_inside_a_window_keeps_the_tokens_before_it(llms, at):
 def test_closed_stream_leaves_no_work(llms):
     plain, perfect, _ = llms
     free = plain.generate("ab", params(ignore_eos=True))[0].outputs[0]
-    proposers.set_answers(Always(free.token_ids))
+    proposers.set_outputs(Always(free.token_ids))
     for taken in (1, 2, 4, 7):
         stream = perfect.stream("ab", params(ignore_eos=True))
         events = [next(stream) for _ in range(taken)]
@@ -174,7 +174,7 @@ def test_all_logprobs_of_a_small_vocabulary(make, given_params, mode):
     )
     (whole,) = llm.generate("ab", want)[0].outputs
     assert {len(row) for row in whole.logprobs} == {vocab}
-    assert seen(llm.generate("ab", got)[0].outputs[0]) == seen(whole)
+    assert output_fields(llm.generate("ab", got)[0].outputs[0]) == output_fields(whole)
     assert [event.logprobs for event in llm.stream("ab", got)] == whole.logprobs
 
 
@@ -254,7 +254,7 @@ def bulk_tokens(results):
 
 
 def test_bulk_outputs_equal_outputs_built_token_by_token(llms):
-    proposers.set_answers(Always([FIRST, FIRST + 2, FIRST + 5] * 60))
+    proposers.set_outputs(Always([FIRST, FIRST + 2, FIRST + 5] * 60))
     reasons, origins = set(), set()
     for llm in llms:
         for seed in range(4):
@@ -301,7 +301,7 @@ def test_no_step_output_is_created_for_bulk_outputs(llms, monkeypatch):
     want = plain.generate(["ab", "a"], params(**quiet), use_tqdm=False)
     monkeypatch.setattr(StepResults, "_output", refuse)
     got = plain.generate(["ab", "a"], params(**quiet), use_tqdm=False)
-    assert [seen(r.outputs[0]) for r in got] == [seen(r.outputs[0]) for r in want]
+    assert [output_fields(r.outputs[0]) for r in got] == [output_fields(r.outputs[0]) for r in want]
     assert plain.generate("ab", params(**quiet, stop=["ab"]))[0].outputs[0].finish_reason == "stop"
     with pytest.raises(AssertionError, match="one by one"):  # control
         list(plain.stream("ab", params(**quiet)))
@@ -321,7 +321,7 @@ def test_streams_stop_strings_and_bulk_outputs_share_an_engine(llms):
         assert [e.token_id for e in events] == alone[0].outputs[0].token_ids
         assert "".join(e.text for e in events) == alone[0].outputs[0].text
         for i in (0, 2):
-            assert seen(results[i].outputs[0]) == seen(alone[i].outputs[0])
+            assert output_fields(results[i].outputs[0]) == output_fields(alone[i].outputs[0])
         assert results[1].outputs[0].stop_reason == stop
         assert not llm.engine.has_work and not llm.tracker.has_pending_outputs
 

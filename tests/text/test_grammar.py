@@ -40,7 +40,7 @@ def served(
     grammar: Grammar | None, spec: str = "plain", answers: dict[str, list[int]] | None = None, **params: Any
 ) -> dict[str, tiny.Record]:
     """Run requests with this grammar; `answers`: tokens that test proposers draft."""
-    proposers.set_answers(answers or {})
+    proposers.set_outputs(answers or {})
     values = SamplingParams(**{"max_tokens": 40, "logprobs": 3, "logprobs_mode": "processed", **params})
     target = tiny.engine(speculative=SPECS[spec])
     return tiny.run(target, [tiny.request(i, values, grammar=grammar) for i in range(4)])
@@ -145,7 +145,7 @@ def plain_words() -> dict[str, tiny.Record]:
 def test_grammar_that_raises_fails_its_own_request_alone(when: str, spec: str) -> None:
     whole, plain = words(*WORDS), plain_words()
     answers = {name: record.token_ids for name, record in plain.items()}
-    proposers.set_answers(answers)
+    proposers.set_outputs(answers)
     params = SamplingParams(max_tokens=40, logprobs=3, logprobs_mode="processed")
     requests = [tiny.request(i, params, grammar=whole) for i in range(4)]
     requests[1] = replace(requests[1], grammar=Breaking(whole, WHEN[when]))

@@ -100,7 +100,7 @@ def test_500_outputs_without_drafts_are_valid(plain: dict[str, tiny.Record]) -> 
 def test_outputs_with_drafts_are_valid_and_equal_those_without(
     method: str, plain: dict[str, tiny.Record]
 ) -> None:
-    proposers.set_answers({name: record.token_ids for name, record in plain.items()})
+    proposers.set_outputs({name: record.token_ids for name, record in plain.items()})
     records = answers(method)
     assert wrong(records) == []
     assert {n: r.token_ids for n, r in records.items()} == {n: plain[n].token_ids for n in records}
@@ -109,7 +109,7 @@ def test_outputs_with_drafts_are_valid_and_equal_those_without(
 
 @pytest.mark.parametrize("strategy", ["rejection", "topp", "greedy"])
 def test_outputs_of_each_verify_strategy_are_valid(strategy: str, plain: dict[str, tiny.Record]) -> None:
-    proposers.set_answers({name: record.token_ids for name, record in plain.items()})
+    proposers.set_outputs({name: record.token_ids for name, record in plain.items()})
     records = answers("proposers:Flaky", verify_strategy=strategy)
     assert wrong(records) == []
     assert sum(step.num_accepted for r in records.values() for step in r.steps) > DRAFTED_RUNS
@@ -118,7 +118,7 @@ def test_outputs_of_each_verify_strategy_are_valid(strategy: str, plain: dict[st
 def test_control_masks_that_ignore_drafts_are_detected(
     monkeypatch: pytest.MonkeyPatch, plain: dict[str, tiny.Record]
 ) -> None:
-    proposers.set_answers({name: record.token_ids for name, record in plain.items()})
+    proposers.set_outputs({name: record.token_ids for name, record in plain.items()})
     whole = GrammarGuide.fill
 
     def broken(

@@ -10,7 +10,7 @@ import pytest
 import proposers
 from draftproof import SamplingParams
 from draftproof.errors import RequestError
-from text_pieces import FIRST, PIECES, Always, make_llm, seen
+from text_pieces import FIRST, PIECES, Always, make_llm, output_fields
 
 SPECS = [None, {"method": "ngram"}, {"method": "proposers:DeviceFlaky", "adaptive": False}]
 PROMPTS = ["ab", "ba", "aab", "abab", "b", "bba"]
@@ -43,7 +43,7 @@ def test_overlapped_outputs_and_counts_equal_synchronous_ones(llms, name):
     plain, *ahead = llms
     given_params = [params(seed, **STRUCTURES[name]) for seed in range(len(PROMPTS))]
     want = plain.generate(PROMPTS, given_params, use_tqdm=False)
-    proposers.set_answers(Always(want[0].outputs[0].token_ids))
+    proposers.set_outputs(Always(want[0].outputs[0].token_ids))
     if "stop" in STRUCTURES[name]:
         assert any(isinstance(result.outputs[0].stop_reason, str) for result in want)
     for llm in ahead:
@@ -51,7 +51,7 @@ def test_overlapped_outputs_and_counts_equal_synchronous_ones(llms, name):
         got = llm.generate(PROMPTS, given_params, use_tqdm=False)
         for mine, theirs in zip(got, want, strict=True):
             out = mine.outputs[0]
-            assert seen(out) == seen(theirs.outputs[0])
+            assert output_fields(out) == output_fields(theirs.outputs[0])
             n = len(out.token_ids)
             assert n == len(out.logprobs) == len(out.provenance) == len(out.text_offsets)
             assert n == mine.metrics.num_emitted_tokens == mine.usage["completion_tokens"]
@@ -67,7 +67,7 @@ def test_overlapped_outputs_and_counts_equal_synchronous_ones(llms, name):
 def test_stream_has_no_event_after_its_end(llms, name):
     plain, *ahead = llms
     want = plain.generate("ab", params(**STRUCTURES[name]))[0].outputs[0]
-    proposers.set_answers(Always(want.token_ids))
+    proposers.set_outputs(Always(want.token_ids))
     for llm in ahead:
         events = list(llm.stream("ab", params(**STRUCTURES[name])))
         assert [event.token_id for event in events] == want.token_ids
@@ -81,7 +81,7 @@ def test_closed_stream_leaves_its_slot_to_the_next_request(llms):
     prompts = PROMPTS[:3]
     alone = [plain.generate(p, params(i, ignore_eos=True))[0].outputs[0] for i, p in enumerate(prompts)]
     for llm in ahead:
-        proposers.set_answers(Always(alone[1].token_ids))
+        proposers.set_outputs(Always(alone[1].token_ids))
         first, second = (llm.stream(p, params(i, ignore_eos=True)) for i, p in enumerate(prompts[:2]))
         taken = [[next(first) for _ in range(4)], [next(second) for _ in range(3)]]
         first.close()
@@ -89,7 +89,7 @@ def test_closed_stream_leaves_its_slot_to_the_next_request(llms):
         taken[1] += list(second)
         assert [e.token_id for e in taken[0]] == alone[0].token_ids[:4]
         assert [e.token_id for e in taken[1]] == alone[1].token_ids
-        assert seen(third) == seen(alone[2])
+        assert output_fields(third) == output_fields(alone[2])
         assert not llm.engine.has_work
 
 
@@ -124,7 +124,9 @@ def test_first_step_runs_before_all_prompts_are_opened(llms, prompts_at_a_step):
     for llm in ahead:
         at = prompts_at_a_step(llm)
         got = llm.generate(PROMPTS, given_params, use_tqdm=False)
-        assert [seen(one.outputs[0]) for one in got] == [seen(one.outputs[0]) for one in want]
+        assert [output_fields(one.outputs[0]) for one in got] == [
+            output_fields(one.outputs[0]) for one in want
+        ]
         assert at[0] == 2 and at[1] == 3 and at[-1] == len(PROMPTS)
     at = prompts_at_a_step(plain)  # synchronous steps start after all prompts
     plain.generate(PROMPTS, given_params, use_tqdm=False)

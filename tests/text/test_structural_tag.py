@@ -11,7 +11,7 @@ import pytest
 
 from draftproof import LLM, RequestError, SamplingParams, StructuredOutputs
 from draftproof.text.grammar.compiler import GrammarCompiler
-from text_pieces import make_llm, seen
+from text_pieces import make_llm, output_fields
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
 SECTION = {"begin": "ab", "content": {"type": "regex", "pattern": " +"}, "end": "b"}
@@ -45,7 +45,7 @@ def test_sections_follow_their_tag_and_drafts_change_no_output(tmp_path: Path) -
         with tagged_llm(tmp_path, spec) as llm:
             results.append([llm.generate("abab", p)[0].outputs[0] for p in tagged])
             free = [llm.generate("abab", p.clone(structured_outputs=None))[0].outputs[0].text for p in tagged]
-    assert list(map(seen, results[0])) == list(map(seen, results[1]))
+    assert list(map(output_fields, results[0])) == list(map(output_fields, results[1]))
     texts = [output.text for output in results[1]]
     assert not [text for text in texts if WRONG.search(text)] and any("ab " in text for text in texts)
     assert any(WRONG.search(text) for text in free)

@@ -90,9 +90,9 @@ def walks(oracle: Words, chance: random.Random) -> Iterator[list[int]]:
             if tuple(tokens) not in seen:
                 seen.add(tuple(tokens))
                 yield list(tokens)
-            nexts = oracle.nexts(tokens)
-            likely = [t for t in ENDING if t in nexts]  # else a free section seldom ends
-            tokens.append(chance.choice(likely if likely and chance.random() < 0.6 else nexts))
+            allowed_tokens = oracle.allowed_tokens(tokens)
+            likely = [t for t in ENDING if t in allowed_tokens]  # else a free section seldom ends
+            tokens.append(chance.choice(likely if likely and chance.random() < 0.6 else allowed_tokens))
 
 
 @pytest.mark.slow
@@ -192,9 +192,9 @@ def random_drafts(oracle: Words, tokens: list[int], chance: random.Random) -> li
     """Return drafts of which the first ones fit the grammar."""
     out: list[int] = []
     for _ in range(chance.randint(0, 5)):
-        nexts = [t for t in oracle.nexts([*tokens, *out]) if t >= 3]
-        fits = nexts and chance.random() < 0.8
-        out.append(chance.choice(nexts) if fits else chance.randrange(tiny.VOCAB))
+        allowed_tokens = [t for t in oracle.allowed_tokens([*tokens, *out]) if t >= 3]
+        fits = allowed_tokens and chance.random() < 0.8
+        out.append(chance.choice(allowed_tokens) if fits else chance.randrange(tiny.VOCAB))
     return out
 
 
@@ -214,7 +214,7 @@ def wrong_windows(oracle: Words, guide: GrammarGuide, rounds: int, seed: int) ->
                 break
         new = []
         for _ in range(chance.randint(1, 3)):
-            new.append(chance.choice(oracle.nexts([*tokens, *new])))
+            new.append(chance.choice(oracle.allowed_tokens([*tokens, *new])))
         guide.commit(new)
         tokens += new
     return wrong

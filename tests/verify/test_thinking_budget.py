@@ -31,7 +31,7 @@ NO_ARROW = {32: -50.0}  # the model never ends the reasoning by itself
 
 def served(grammar: Grammar | None, method: str | None, answers: Any = None, **params: Any) -> Any:
     """Run four requests, two of them with the grammar."""
-    proposers.set_answers(answers or {})
+    proposers.set_outputs(answers or {})
     spec = {"method": method, "num_speculative_tokens": 5, "adaptive": False} if method else None
     values = SamplingParams(**{"max_tokens": 14, "logprobs": 3, "ignore_eos": True, **params})
     requests = [tiny.request(i, values, grammar=grammar if i % 2 else None) for i in range(4)]

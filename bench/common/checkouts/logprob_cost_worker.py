@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from common.gpu_engine import params_of, timed
-from common.gpu_logprob_cost import DRAFTER_SIDES, DRAFTER_TOKENS, NAMED, ONE_REQUEST, Held
+from common.gpu_logprob_cost import DRAFTER_SIDES, DRAFTER_TOKENS, NAMED, ONE_REQUEST, FrozenPolicy
 from common.prompts import chat_prompts
 
 from draftproof import LLM, SamplingParams
@@ -36,7 +36,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output must not mix with the replies
     llm: Any = None
-    held: Any = None
+    policy: Any = None
     prompts: list[list[int]] = []
     sides: dict[str, list[SamplingParams]] = {}
     for line in sys.stdin:
@@ -47,24 +47,24 @@ def main() -> None:
             llm = LLM(**command["engine"])
             reply = {"seconds": time.perf_counter() - begin}
         elif "batch" in command:
-            if held is not None:
-                held.release()
+            if policy is not None:
+                policy.release()
             batch = command["batch"]
             prompts = chat_prompts(batch, llm.engine.limits.vocab_size, llm.tokenizer)
             sides = {name: params_of_side(name, batch) for name in command["sides"]}
-            timed(llm, prompts, sides["none"])  # it learns what steps cost
-            held = Held(llm)
+            timed(llm, prompts, sides["none"])  # the policy measures step costs
+            policy = FrozenPolicy(llm)
             for _ in range(MAX_WARM_UPS):  # steps are captured when they come for the first or second time
                 before = num_graphs(llm)
                 for params in sides.values():
-                    held.put_back()
+                    policy.restore()
                     timed(llm, prompts, params)
                 if num_graphs(llm) == before:
                     break
         else:
             before = num_graphs(llm)
             for name in command["turn"]:
-                held.put_back()
+                policy.restore()
                 reply[name] = timed(llm, prompts, sides[name])
             reply["captures"] = sum(num_graphs(llm)) - sum(before)
         print(json.dumps(reply), file=replies, flush=True)

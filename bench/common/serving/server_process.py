@@ -118,8 +118,8 @@ class Program:
             "worker": rss_mib(worker) if worker is not None else 0.0,
         }
 
-    def left(self, seconds: float = 15.0) -> list[int]:
-        """Return its processes that still run after so many seconds."""
+    def wait_until_ended(self, seconds: float = 15.0) -> list[int]:
+        """Wait for the processes to end; return the pids that still run."""
         end = time.monotonic() + seconds
         while any(map(alive, self.seen)) and time.monotonic() < end:
             time.sleep(0.05)
@@ -204,7 +204,7 @@ def parse(data: bytes) -> Reply:
     return Reply(status, b"".join(parts))
 
 
-async def ask(
+async def send_request(
     where: tuple[str, int],
     body: Any,
     path: str = "/v1/completions",
@@ -229,4 +229,4 @@ async def ask(
 
 async def get(where: tuple[str, int], path: str) -> Reply:
     """Send a GET request."""
-    return await ask(where, None, path, "GET", seconds=30)
+    return await send_request(where, None, path, "GET", seconds=30)

@@ -28,12 +28,12 @@ from draftproof.verify.guarantee import StrategyGuarantees
 from draftproof.verify.target_match import TargetMatch
 
 TOP = 20
-STEPS = 64  # that differ
-WORDS = 100, 4000  # the tokens that are said: as many as a text may have
+NUM_DISTINCT_STEPS = 64  # for each batch size
+MIN_TOKEN_ID, MAX_TOKEN_ID = 100, 4000  # range of the generated token ids; the upper end is excluded
 
 
-class MadeUp:
-    """The surface of `Engine` that the worker uses. Each step commits one token of every request."""
+class StubEngine:
+    """Engine without a model: each step commits one random token for every request."""
 
     sources: tuple[str, ...] = ()
     guarantees = StrategyGuarantees({"target_match": TargetMatch.guarantee()}, "target_match", "normal")
@@ -63,19 +63,19 @@ class MadeUp:
         return EngineStats(len(self._requests), 0, 0, 0, 0, 1, 0, 0)
 
     def _columns(self, size: int) -> Any:
-        """Made once for each size of a batch: making them is not what is measured."""
+        """Return the result columns of a batch size. They are cached, so that their cost is not measured."""
         if size not in self._made:
             noise, steps = self._noise, []
-            for _ in range(STEPS):
+            for _ in range(NUM_DISTINCT_STEPS):
                 table = np.zeros((size, TOKENS + 1), np.int64)
                 table[:, NUM_OUT], table[:, PICK] = 1, np.arange(size)
-                table[:, TOKENS] = noise.integers(*WORDS, size)
+                table[:, TOKENS] = noise.integers(MIN_TOKEN_ID, MAX_TOKEN_ID, size)
                 values = -np.sort(noise.exponential(2.0, (size, 1 + TOP)).astype(np.float32), axis=1)
-                best = noise.integers(*WORDS, (size, TOP))
+                best = noise.integers(MIN_TOKEN_ID, MAX_TOKEN_ID, (size, TOP))
                 steps.append((table, LogprobColumns(values, best, noise.integers(1, 9, size))))
             self._made[size] = steps
         self._count += 1
-        return self._made[size][self._count % STEPS]
+        return self._made[size][self._count % NUM_DISTINCT_STEPS]
 
     def step(self) -> StepResults:
         end = time.perf_counter() + self.seconds
@@ -100,7 +100,7 @@ def worker(folder: Path, tokenizer: str, seconds: float, profile: str | None) ->
     from draftproof.text.tokenizer import load_tokenizer
 
     vocab = load_tokenizer(tokenizer).vocab_size
-    engine = MadeUp(vocab, seconds)
+    engine = StubEngine(vocab, seconds)
     llm = SimpleNamespace(
         engine=engine,
         config=SimpleNamespace(model="made-up", speculative=None),

@@ -138,17 +138,19 @@ class Decoding:
         self._state = {name: getattr(slots.columns, name).clone() for name in names}
         self._stored = [cache.clone() for cache in drafter.caches]
 
-    def ready(self, batches: Sequence[int], check: bool) -> None:
-        """Capture everything that will be timed."""
+    def capture_all(self, batches: Sequence[int], check: bool) -> None:
+        """Capture all steps and drafts that will be timed."""
         counts = (0, self.k)
         work: list[GraphTask] = [
             part for batch in batches for count in counts for part in self._work(batch, count)
         ]
-        alone = [partial(self.alone, partial(self.drafted, batch)) for batch in batches if check]
-        WarmUp(self.device).capture(work, report, alone)
+        compile_only = [
+            partial(self.with_separate_ops, partial(self.drafted, batch)) for batch in batches if check
+        ]
+        WarmUp(self.device).capture(work, report, compile_only)
 
-    def put_back(self, batch: int, drafts: int, wanted: bool = True) -> None:
-        """Restore the state before the step; not `wanted`: without a budget for drafts."""
+    def restore_state(self, batch: int, drafts: int, has_budget: bool = True) -> None:
+        """Restore the state before the step; `has_budget`: drafts may be made."""
         columns, plan = self.device.slots.columns, self.device.plan
         for name, held in self._state.items():
             getattr(columns, name).copy_(held)
@@ -158,7 +160,7 @@ class Decoding:
         for line, value in ((plan.slots, -1), (plan.chunk, 0), (plan.drafts, 0), (plan.budget, 0)):
             line.fill_(value)
         plan.slots[:batch] = self.slots[:batch]
-        plan.drafts[:batch], plan.budget[:batch] = drafts, drafts if wanted else 0
+        plan.drafts[:batch], plan.budget[:batch] = drafts, drafts if has_budget else 0
         self.device.plan_buffer.invalidate()
 
     def _sizes(self, batch: int, drafts: int) -> tuple[int, int]:
@@ -176,12 +178,12 @@ class Decoding:
         """Return the captured step and the captured drafts behind it."""
         return tuple(self.device.graphs.get(task) for task in self._work(batch, drafts))
 
-    def times(self, batch: int, drafts: int, repeat: int, wanted: bool = True) -> tuple[float, float]:
+    def times(self, batch: int, drafts: int, repeat: int, has_budget: bool = True) -> tuple[float, float]:
         """Return the microseconds of a step and of the drafts behind it."""
         parts, found = self.parts(batch, drafts), []
         for _ in range(repeat + 3):
             with self.engine.ops.runtime.step_context():
-                self.put_back(batch, drafts, wanted)
+                self.restore_state(batch, drafts, has_budget)
                 found.append(clocked(self.engine.ops, parts))
         self._check_drafter()
         step, behind = zip(*found[3:], strict=True)
@@ -204,7 +206,7 @@ class Decoding:
 
     def drafted(self, batch: int) -> tuple[Tensor, list[Tensor]]:
         """Return drafts and the head's KV after a step without graphs."""
-        self.put_back(batch, self.k)
+        self.restore_state(batch, self.k)
         for cache, held in zip(self.drafter.caches, self._stored, strict=True):
             cache.copy_(held)
         for task in self._work(batch, self.k):
@@ -212,7 +214,7 @@ class Decoding:
         columns = self.device.slots.columns
         return columns.draft[self.slots[:batch]], [cache.clone() for cache in self.drafter.caches]
 
-    def alone(self, function: Callable[[], T]) -> T:
+    def with_separate_ops(self, function: Callable[[], T]) -> T:
         """Call `function` with separate ops in place of the fused ones."""
         ops = self.engine.ops
         kinds = [(type(getattr(ops, family)), name, owner) for family, name, owner in SEPARATE_OPS]
@@ -231,7 +233,7 @@ class Decoding:
     def check(self, batch: int) -> bool:
         """Return whether drafts and KV equal those of separate ops."""
         mine, stored = self.drafted(batch)
-        theirs, wanted = self.alone(partial(self.drafted, batch))
+        theirs, wanted = self.with_separate_ops(partial(self.drafted, batch))
         self._check_drafter()
         pages = [torch.equal(a[:, 1:], b[:, 1:]) for a, b in zip(stored, wanted, strict=True)]
         news = [bool((a != b).any()) for a, b in zip(stored, self._stored, strict=True)]
@@ -269,13 +271,13 @@ def copy_bandwidth(ops: Ops, size: int) -> float:
 
 
 def kernels(
-    decoding: Decoding, batch: int, drafts: int, wanted: bool = True
+    decoding: Decoding, batch: int, drafts: int, has_budget: bool = True
 ) -> list[tuple[str, float, float]]:
     """Return name, begin and length in microseconds of each kernel of the drafts behind a step."""
     from torch.profiler import ProfilerActivity, profile
 
     step, behind = decoding.parts(batch, drafts)
-    decoding.put_back(batch, drafts, wanted)
+    decoding.restore_state(batch, drafts, has_budget)
     step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -305,13 +307,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         decoding = Decoding(options, head, made)
     ops = decoding.engine.ops
     with ops.runtime.step_context():
-        decoding.ready(options.batches, options.check)
+        decoding.capture_all(options.batches, options.check)
     bandwidth = copy_bandwidth(ops, (2 << 30) if ops.runtime.asynchronous else options.copy << 20)
     for batch in options.batches:
         repeat = options.repeat
         plain, keeping = decoding.times(batch, 0, repeat)
         step, drafts = decoding.times(batch, options.k, repeat)
-        _, idle = decoding.times(batch, options.k, repeat, wanted=False)
+        _, idle = decoding.times(batch, options.k, repeat, has_budget=False)
         floor = 1e6 * decoding.floor_bytes(batch) / bandwidth
         line: dict[str, Any] = {"batch": batch, "plain": plain, "step": step, "drafts": drafts}
         line |= {"idle": idle, "keeping": keeping}
@@ -323,7 +325,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.kernels and ops.runtime.asynchronous:
             line["kernels"] = {
                 "drafts": kernels(decoding, batch, options.k),
-                "idle": kernels(decoding, batch, options.k, wanted=False),
+                "idle": kernels(decoding, batch, options.k, has_budget=False),
                 "keeping": kernels(decoding, batch, 0),
             }
         lines.append(line)

@@ -88,8 +88,8 @@ def weights(config: ModelConfig) -> dict[str, Tensor]:
     return found
 
 
-class Bed:
-    """A model, its caches on pages out of order, and passes over them."""
+class ForwardBench:
+    """Model with its KV caches and captured forward passes. Pages of a sequence are not in order."""
 
     def __init__(self, config: ModelConfig, ops: TritonOps, tensors: dict[str, Tensor], most: int) -> None:
         self.ops, self.model = ops, DenseDecoder(config, read_weights(tensors), ops, LENGTH)
@@ -164,16 +164,18 @@ def main() -> None:
         config = SMALL if model == "small" else ModelConfig(num_layers=options.layers, **LARGE)
         tensors = weights(config)
         for numerics in ("exact", "fast"):
-            bed = Bed(config, TritonOps(GPU, numerics=numerics), tensors, max(640, options.context + 16))
-            plain = Bed(config, TritonOps(GPU, pdl=False), tensors, 640) if options.table else None
+            bench = ForwardBench(
+                config, TritonOps(GPU, numerics=numerics), tensors, max(640, options.context + 16)
+            )
+            plain = ForwardBench(config, TritonOps(GPU, pdl=False), tensors, 640) if options.table else None
             for name in options.cases.split(","):
                 parts = case(name, options.context)
                 found = report.setdefault(model, {}).setdefault(name, {})
-                found[numerics] = micros(bed.graph(parts))
+                found[numerics] = micros(bench.graph(parts))
                 if plain is not None and numerics == "exact":
                     found["kernels"] = table(plain.graph(parts), config.num_layers)
                 print(f"{model} {name} {numerics}: {found}", flush=True)
-            del bed, plain
+            del bench, plain
     print(json.dumps(report))
 
 

@@ -1,6 +1,7 @@
-"""Checks of the triton backend on a GPU: right against the definition, and a row's bits feel no neighbour.
+"""Check the triton backend on a GPU: results against the reference, and batch invariance.
 
-Each check raises AssertionError; `gpu_ops.py` runs them and reports.
+Batch invariance: the bits of a row are independent of the other rows. Each check raises
+AssertionError; `op_times.py` runs the checks and reports.
 """
 
 # ruff: noqa: B023 - every lambda here is called before its loop goes on
@@ -42,8 +43,8 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype, where: str) -> None:
     )
 
 
-def rows_alone(call: Callable[[int, int], Tensor], pool: int, where: str) -> None:
-    """call(first, count) -> rows; every count at two places against the whole pool."""
+def check_batch_invariance(call: Callable[[int, int], Tensor], pool: int, where: str) -> None:
+    """Compare calls of each row count at the first, middle and last position with one call of all rows."""
     whole = call(0, pool)
     for count in (n for n in COUNTS if n <= pool):
         for first in {0, (pool - count) // 2, pool - count}:
@@ -54,7 +55,7 @@ def rows_alone(call: Callable[[int, int], Tensor], pool: int, where: str) -> Non
             )
 
 
-# --- right ------------------------------------------------------------------------------------------------
+# --- correctness ------------------------------------------------------------------------------------------
 
 
 def linear_is_right(ops: TritonOps) -> None:
@@ -235,10 +236,10 @@ def truncation_is_right(ops: TritonOps) -> None:
         assert not wrong, f"truncate {vocab}: rows {wrong}: (limits, kept, wanted) {kept}"
 
 
-# --- alone ------------------------------------------------------------------------------------------------
+# --- batch invariance -------------------------------------------------------------------------------------
 
 
-def linear_rows_stand_alone(ops: TritonOps) -> None:
+def linear_is_batch_invariant(ops: TritonOps) -> None:
     jobs = [(torch.bfloat16, shape) for shape in SMALL + LARGE]
     jobs += [(torch.float32, shape) for shape in SMALL[:4]]
     for dtype, (columns, depth) in jobs:
@@ -246,11 +247,13 @@ def linear_rows_stand_alone(ops: TritonOps) -> None:
         x = randn(1000, depth, seed=2, dtype=dtype)
         for out in (torch.float32, dtype):
             label = f"linear {columns}x{depth} {dtype} out {out}"
-            rows_alone(lambda a, n, o=out, p=packed, x=x: ops.forward.linear(x[a : a + n], p, o), 1000, label)
+            check_batch_invariance(
+                lambda a, n, o=out, p=packed, x=x: ops.forward.linear(x[a : a + n], p, o), 1000, label
+            )
 
 
 def tiles_do_not_change_bits(ops: TritonOps) -> None:
-    """Every tile of the table on one weight: the same fp32."""
+    """Check that every tile gives the same fp32 bits."""
     packed = ops.forward.pack_linear(randn(1024, 1536, seed=1, dtype=torch.bfloat16))
     x = randn(200, 1536, seed=2, dtype=torch.bfloat16)
     known = {*ops.forward.tiles.measured.values(), *(t for row in tiles.BF16_TILES.values() for t in row)}
@@ -262,39 +265,41 @@ def tiles_do_not_change_bits(ops: TritonOps) -> None:
         assert torch.equal(out, want), f"{tile} gives other bits"
 
 
-def other_rows_stand_alone(ops: TritonOps) -> None:
+def other_ops_are_batch_invariant(ops: TritonOps) -> None:
     for width in (576, 4096):
         x, residual = (randn(1000, width, seed=i, dtype=torch.bfloat16) for i in (1, 2))
         weight = randn(width, seed=3, dtype=torch.bfloat16)
-        rows_alone(lambda a, n: ops.forward.rms_norm(x[a : a + n], weight, 1e-6), 1000, "rms_norm")
-        rows_alone(
+        check_batch_invariance(
+            lambda a, n: ops.forward.rms_norm(x[a : a + n], weight, 1e-6), 1000, "rms_norm"
+        )
+        check_batch_invariance(
             lambda a, n: torch.cat(
                 ops.forward.add_rms_norm(x[a : a + n], residual[a : a + n], weight, 1e-6), 1
             ),
             1000,
             "add_rms_norm",
         )
-        rows_alone(lambda a, n: ops.forward.act_mul(x[a : a + n]), 1000, "act_mul")
+        check_batch_invariance(lambda a, n: ops.forward.act_mul(x[a : a + n]), 1000, "act_mul")
     logits, (seeds, positions) = logits_of(256, 49152), keys(256)
     limits = (
         torch.full((256,), 40, device=GPU),
         torch.full((256,), 0.9, device=GPU),
         torch.zeros(256, device=GPU),
     )
-    rows_alone(lambda a, n: ops.sampling.logsumexp(logits[a : a + n]), 256, "logsumexp")
-    rows_alone(lambda a, n: ops.sampling.argmax(logits[a : a + n]), 256, "argmax")
-    rows_alone(lambda a, n: ops.sampling.top(logits[a : a + n], 20)[1], 256, "top")
+    check_batch_invariance(lambda a, n: ops.sampling.logsumexp(logits[a : a + n]), 256, "logsumexp")
+    check_batch_invariance(lambda a, n: ops.sampling.argmax(logits[a : a + n]), 256, "argmax")
+    check_batch_invariance(lambda a, n: ops.sampling.top(logits[a : a + n], 20)[1], 256, "top")
     part = lambda a, n: (logits[a : a + n], seeds[a : a + n], positions[a : a + n])  # noqa: E731
-    rows_alone(lambda a, n: ops.sampling.gumbel_argmax(*part(a, n), 0), 256, "gumbel_argmax")
-    rows_alone(
+    check_batch_invariance(lambda a, n: ops.sampling.gumbel_argmax(*part(a, n), 0), 256, "gumbel_argmax")
+    check_batch_invariance(
         lambda a, n: ops.sampling.truncate(logits[a : a + n], *(x[a : a + n] for x in limits)),
         256,
         "truncate",
     )
 
 
-def attention_rows_stand_alone(ops: TritonOps) -> None:
-    """fp32 out: alone, as 2 to 9 verify rows, in chunks, among other slots; one to eight spans."""
+def attention_is_batch_invariant(ops: TritonOps) -> None:
+    """Compare fp32 outputs of single rows with those of 2 to 9 verify rows, of chunks and of batches."""
     for heads in (SMALL_HEADS, LARGE_HEADS, AttentionShape(32, 8, 128, 128**-0.5, 1000)):
         for dtype in (torch.bfloat16, torch.float32) if heads is SMALL_HEADS else (torch.bfloat16,):
             paged = Paged(heads, [4000, 400, 1500] + [70] * 30, dtype)
@@ -388,9 +393,9 @@ CHECKS: list[Callable[[TritonOps], None]] = [
     order_is_right,
     truncation_is_right,
     tiles_do_not_change_bits,
-    linear_rows_stand_alone,
-    other_rows_stand_alone,
-    attention_rows_stand_alone,
+    linear_is_batch_invariant,
+    other_ops_are_batch_invariant,
+    attention_is_batch_invariant,
     two_ops_in_one,
     cublas_everywhere_is_noticed,
 ]

@@ -1,6 +1,7 @@
-"""The step's bookkeeping on a GPU: the Triton ops against the compositions, bit for bit, and their times.
+"""Compare the Triton step ops with their torch compositions bit for bit, and time both.
 
-`gpu_ops.py` runs these beside its own. The cases are those of the tests, at the sizes of real models.
+`op_times.py` runs these checks beside its own. The cases are those of the tests, at the sizes of real
+models.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def logprobs_in(vocab: int) -> Callable[[TritonOps], None]:
 STEP_CHECKS = [step_of(entries) for entries in ENTRIES] + [logprobs_in(v) for v in (49152, 128256, 50257)]
 
 
-class Decoding:
-    """B requests in the middle of their answers, each with K drafts, all of which stand."""
+class DecodingSlots:
+    """Slots of B decoding requests with K drafts each, all of them accepted."""
 
     def __init__(self, ops: TritonOps, entries: int, k: int, vocab: int, length: int = 400) -> None:
         made = Step(0, Size(entries=entries, k=k, vocab=vocab, wide=2048, letters=vocab))
@@ -154,9 +155,9 @@ def step_times(micros: Callable[..., float]) -> dict[str, Any]:
     for entries, k, vocab in SHAPES:
         where = f"B={entries} K={k} V={vocab}"
         for pdl in (False, True):
-            one = Decoding(TritonOps(GPU, pdl=pdl), entries, k, vocab)
+            one = DecodingSlots(TritonOps(GPU, pdl=pdl), entries, k, vocab)
             note(f"layout, choose, commit, ngram, store_drafts{', early' if pdl else ''} {where}", one.chain)
-        one = Decoding(TritonOps(GPU, pdl=False), entries, k, vocab)
+        one = DecodingSlots(TritonOps(GPU, pdl=False), entries, k, vocab)
         columns, ops, slots, budget = one.columns, one.ops, one.plan.slots, one.plan.budget
         note(f"layout {where}", one.layout)
         note(f"choose {where}", one.choose)
