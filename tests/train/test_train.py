@@ -375,7 +375,7 @@ def test_acceptance_is_k_plus_one_if_all_drafts_are_right_and_one_if_none_is() -
 
     weights = made.rounded()
     rules = {"right": right, "wrong": lambda *a: right(*a) + 1}
-    found = made.evaluator.walk(weights, [text], 64, rules)
+    found = made.evaluator.measure_acceptance(weights, [text], 64, rules)
     best, worst = found["right"], found["wrong"]
     assert best.steps == -(-left // 4) and best.length == pytest.approx(left / best.steps)
     assert best.rates[0] == 1.0
