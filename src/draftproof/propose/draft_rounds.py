@@ -23,7 +23,7 @@ from draftproof.ops import DraftVocab, Ops, Rows
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Calibration
 from draftproof.propose.draft_logprobs import DraftRanks
-from draftproof.types import DeviceBatch, Draft, DraftSpec, Windows
+from draftproof.types import DeviceBatch, Draft, DraftSpec, SlotColumns, Windows
 
 DRAFT_SAMPLING = ("shared", "argmax")  # with the target's noise; the likeliest token at any temperature
 
@@ -209,11 +209,16 @@ class ModelProposer(DeviceProposer):
         self.stops_early = not env.ops.runtime.asynchronous
         self.calibration = Calibration(env.num_slots)
         self._none = torch.zeros(env.num_slots, dtype=torch.int64, device=env.ops.device)
+        self._no_drafts: dict[int, tuple[SlotColumns, Draft]] = {}  # by the number of entries
 
     def no_draft(self, batch: DeviceBatch) -> Draft:
         """Return no drafts, without a round."""
         self.num_rounds_run = 0
-        return Draft(batch.columns.draft[: len(batch.slots)], self._none[: len(batch.slots)])
+        count, columns = batch.slots.shape[0], batch.columns
+        found = self._no_drafts.get(count)
+        if found is None or found[0] is not columns:
+            found = self._no_drafts[count] = columns, Draft(columns.draft[:count], self._none[:count])
+        return found[1]
 
     def start_rounds(self, batch: DeviceBatch, last: Tensor) -> DraftRounds:
         """Plan the rounds behind a step; `last` as in `DraftRounds`."""

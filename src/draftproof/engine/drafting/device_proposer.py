@@ -172,7 +172,7 @@ class DraftRunner:
         """Copy the rows [R, hidden] that the proposer needs: other graphs run before it reads them."""
         if self._features is not None and self.proposer is not None:
             needed = (hidden, *tapped) if self.proposer.needs_hidden else tapped
-            torch.cat(needed, 1, out=self._features[: len(hidden)])
+            self.slots.ops.rounds.join_features(needed, self._features)
 
     def begin_step(self) -> None:
         """Reset the seconds of the model before a step."""
@@ -250,7 +250,7 @@ class DraftRunner:
         columns = self.slots.columns
         slots, budget = plan.slots, plan.budget
         if rows is None and not self.slots.ops.runtime.asynchronous and not budget.any():
-            return  # none is wanted; the commit has removed the last ones
+            return  # none is needed; the commit has removed the last ones
         batch = DeviceBatch(columns, slots, budget)
         if rows is not None:
             slots, budget, chunk = slots[:entries], budget[:entries], plan.chunk[:entries]
@@ -258,9 +258,10 @@ class DraftRunner:
             batch = DeviceBatch(columns, slots, budget, chunk, rows, features, spec, costs)
         begin = time.perf_counter()
         try:
-            num_sources = 0 if self.slots.ops.runtime.asynchronous else self.num_sources
-            draft = check_draft(self.proposer.draft(batch), columns.draft[: len(slots)], num_sources)
-            self.store(slots, budget, draft)
+            draft = self.proposer.draft(batch)
+            if spec is None or spec.rounds or self.is_gated:  # the commit has removed the last drafts
+                num_sources = 0 if self.slots.ops.runtime.asynchronous else self.num_sources
+                self.store(slots, budget, check_draft(draft, columns.draft[: len(slots)], num_sources))
         except Exception as error:  # a plug-in may raise anything
             self.proposer, self.failure = None, error
             columns.num_draft.zero_()

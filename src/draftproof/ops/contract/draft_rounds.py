@@ -7,9 +7,11 @@ what the rounds need besides the drafts themselves is computed for all rounds at
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftproof.types import DeviceBatch, Rows, SlotColumns, Windows
@@ -30,6 +32,10 @@ class DraftRows:
 
 class DraftRoundOps(ABC):
     """Op family of draft rounds. Padding, slot -1, changes nothing, and nothing is read for it."""
+
+    def join_features(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Store `parts` [R, …] side by side in the first R rows of `out`."""
+        torch.cat(tuple(parts), 1, out=out[: parts[0].shape[0]])
 
     @abstractmethod
     def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:

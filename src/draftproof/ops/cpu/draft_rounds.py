@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class CpuRounds(TorchRounds):
 
     def __init__(self, forward: ForwardOps, sampling: SamplingOps, run: Executor) -> None:
         super().__init__(forward, sampling)
+        self._joined = IdentityCache(_places_of)
         self._recorded = IdentityCache(lambda *head: Recorded(run, self._scores_of(*head), MAX_RECORDED_ROWS))
 
     def _scores_of(
@@ -45,27 +46,30 @@ class CpuRounds(TorchRounds):
 
         return compute
 
+    def join_features(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        for place, part in self._joined.get(out, *parts):
+            place.copy_(part)
+
     def shift_rows(self, rows: Rows, columns: SlotColumns, slots: Tensor) -> tuple[Rows, Tensor]:
-        shifted = np.zeros((4, len(rows.tokens)), np.int64)
-        last = np.full(len(slots), -1, np.int64)
         given = rows.positions, rows.slots, rows.kv_index, columns.tokens, columns.length, slots
-        _shift_rows(*(part.numpy() for part in given), shifted, last)
-        tokens, positions, row_slots, kv_index = torch.from_numpy(shifted)
-        return Rows(tokens, positions, row_slots, kv_index, rows.page_table), torch.from_numpy(last)
+        arrays = [part.numpy() for part in given]
+        shifted, last = np.zeros((4, len(arrays[0])), np.int64), np.full(len(arrays[-1]), -1, np.int64)
+        _shift_rows(*arrays, shifted, last)
+        return Rows(*map(torch.from_numpy, shifted), rows.page_table), torch.from_numpy(last)
 
     def head_rows(
         self, rows: Rows, columns: SlotColumns, slots: Tensor, features: Tensor
     ) -> tuple[Rows, Tensor, Tensor]:
         shifted, last = self.shift_rows(rows, columns, slots)
-        kept = np.flatnonzero(shifted.slots.numpy() >= 0)
-        count = len(kept)
-        if count in (0, len(shifted.slots)):
+        is_kept = shifted.slots.numpy() >= 0
+        count = np.count_nonzero(is_kept)
+        if count in (0, len(is_kept)):
             return shifted, last, features
+        kept = is_kept.nonzero()[0]
         at = slice(count) if kept[-1] == count - 1 else torch.from_numpy(kept)
         ints = (shifted.tokens, shifted.positions, shifted.slots, shifted.kv_index)
         found = np.where(last.numpy() < 0, -1, np.searchsorted(kept, last.numpy()))
-        tokens, positions, row_slots, kv_index = (part[at] for part in ints)
-        shifted = Rows(tokens, positions, row_slots, kv_index, shifted.page_table)
+        shifted = Rows(*(part[at] for part in ints), shifted.page_table)
         return shifted, torch.from_numpy(found), features[at]
 
     def plan_draft_rows(
@@ -110,6 +114,12 @@ class CpuRounds(TorchRounds):
         if logits is not None:
             logits.copy_(scores)
         return rows
+
+
+def _places_of(out: Tensor, *parts: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return for each of `parts` [R, …] its place in the first R rows of `out`, and the part."""
+    ends = np.cumsum([part.shape[1] for part in parts]).tolist()
+    return [(out[: len(x), end - x.shape[1] : end], x) for x, end in zip(parts, ends, strict=True)]
 
 
 @compiled
