@@ -1,6 +1,7 @@
 """KV that a draft model stores later, because it does not run behind steps with neither drafts nor prompts.
 
-KV of prompts without speculation is stored later too, by the first request with it that shares their pages.
+KV of a prompt without speculation is stored later too, by the first request with speculation that shares its
+pages.
 
 The number of tokens without KV is an upper bound: how many tokens a step commits is not known when the next
 steps are planned, so each step counts with all of its rows. Pages that a request leaves in the prefix cache
