@@ -220,7 +220,7 @@ class Loop:
         pooled: dict[int, PooledRows] = {}
         try:
             waited, was_ready = time.perf_counter(), step.read.is_ready()
-            found = step.tensors.packed.unpack(step.read())
+            found = step.tensors.packed.unpack(step.read(), planned.num_drafts > 0)
             table, source = found.table[: len(planned.slots)], found.draft_sources
             source = None if source is None else source[planned.slots]
             has_predictions = len(self.predictions) > 0

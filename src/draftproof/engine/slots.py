@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.array_types import Ints
+from draftproof.array_types import Ints, ragged_indices
 from draftproof.engine.sequence import Sequence
 from draftproof.ops import Ops
 from draftproof.types import MAX_NAMED_IDS, LogitAdjust, Request, SlotColumns
@@ -89,26 +89,30 @@ class Slots:
         for line, sequence in zip(pages, admitted, strict=True):
             line[: len(sequence.pages)] = sequence.pages
         prompts = [np.array(sequence.ids, np.int64) for sequence in admitted]  # faster than torch
-        lengths = np.array([len(prompt) for prompt in prompts])
-        starts = slots * c.tokens.shape[1] - np.cumsum(lengths) + lengths
+        places, tokens = _flat(slots, c.tokens.shape[1], prompts)
+        naming = [s for s in admitted if s.logprob_kind and s.request.params.logprob_token_ids]
+        named = [np.array(s.request.params.logprob_token_ids, np.int64) for s in naming]
         marks = [s.slot * self.vocab + token for s in admitted for token in _end_ids(s.request)]
         parts = (
             slots,
             np.array([_ints(sequence) for sequence in admitted], np.int64).T.ravel(),
             np.array([_reals(s.request) for s in admitted], np.float32).T.ravel().view(np.int64),
             pages.ravel().view(np.int64),
-            np.repeat(starts, lengths) + np.arange(lengths.sum()),  # where the tokens go
-            np.concatenate(prompts),
+            places,
+            tokens,
+            *_flat(np.array([s.slot for s in naming], np.int64), MAX_NAMED_IDS, named),
             np.array(marks, np.int64),
         )
         sent = self.ops.runtime.send(torch.from_numpy(np.concatenate(parts)))
-        lines, ints, reals, tables, places, tokens, ends = sent.split([len(part) for part in parts])
+        lines, ints, reals, tables, *flat, ends = sent.split([len(part) for part in parts])
         self._ints.index_copy_(1, lines, ints.view(-1, count))
         self._reals.index_copy_(1, lines, reals.view(torch.float32).view(-1, count))
         c.page_table.index_copy_(0, lines, tables.view(torch.int32).view(count, -1)[:, :wide])
-        c.tokens.view(-1).index_copy_(0, places, tokens)
+        c.tokens.view(-1).index_copy_(0, *flat[:2])
         c.ends.index_fill_(0, lines, False)
         c.named_ids.index_fill_(0, lines, -1)
+        if named:
+            c.named_ids.view(-1).index_copy_(0, *flat[2:])
         if marks:
             c.ends.view(-1).index_fill_(0, ends, True)
         for sequence in admitted:
@@ -123,9 +127,6 @@ class Slots:
         if params.allowed_token_ids is not None:
             line = self.columns.banned[sequence.slot].fill_(True)
             line.index_fill_(0, send(torch.tensor(list(params.allowed_token_ids))), False)
-        if params.logprob_token_ids and sequence.logprob_kind:
-            ids = torch.tensor(params.logprob_token_ids)
-            send(ids, self.columns.named_ids[sequence.slot, : len(ids)])
 
     def grow(self, pages: Many[tuple[int, int, int]]) -> None:
         """Add pages: (slot, index in its page table, page)."""
@@ -174,6 +175,14 @@ class Slots:
 def _line_of(copy: Callable[[], Tensor], i: int, length: int) -> Tensor:
     """Return the first `length` tokens of line `i` of a copy."""
     return copy()[i, :length]
+
+
+def _flat(lines: Ints, width: int, rows: Many[Ints]) -> tuple[Ints, Ints]:
+    """Return places [N] in the flat columns of `width` values a line, and the values [N] of `rows` there."""
+    if not rows:
+        return lines, lines
+    line, place = ragged_indices(np.array([len(row) for row in rows]))
+    return lines[line] * width + place, np.concatenate(rows)
 
 
 def _end_ids(request: Request) -> set[int]:

@@ -103,11 +103,11 @@ class PackedResults:
         self.data = self._row[: self._end]
         return self
 
-    def unpack(self, data: Tensor) -> HostResults:
-        """Return the arrays in the host copy of `data`."""
+    def unpack(self, data: Tensor, has_drafts: bool) -> HostResults:
+        """Return the arrays in the host copy of `data`; without `has_drafts` none of those about drafts."""
         row, copies = data.numpy(), self._copies
         logprobs = _logprob_columns(self._logprobs, row) if self._logprobs else {}
-        if not copies and not self._draft_targets:  # most steps
+        if not has_drafts or not (copies or self._draft_targets):
             return HostResults(self._table.view(row), logprobs, {}, *NO_COPIES)
         targets = _logprob_columns(self._draft_targets, row)
         columns = [copies[name].view(row) if name in copies else None for name in COPY_NAMES]
