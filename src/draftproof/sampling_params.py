@@ -203,8 +203,9 @@ class SamplingParams:
 
     @property
     def speculation(self) -> SpeculativeParams:
-        """`speculative`, parsed."""
-        return SpeculativeParams.parse(self.speculative)
+        """`speculative`, which an instance holds parsed."""
+        assert isinstance(self.speculative, SpeculativeParams)
+        return self.speculative
 
     @property
     def structure(self) -> StructuredOutputs | None:

@@ -190,17 +190,21 @@ def _end_ids(request: Request) -> set[int]:
     return {*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids}
 
 
-def adjustments(request: Request) -> LogitAdjust:
-    """Return the flags of the options that change the logits of a request."""
+def adjustments(request: Request) -> int:
+    """Return the `LogitAdjust` flags of the options that change the logits of a request."""
     params = request.params
-    flags = (
-        (LogitAdjust.PENALTY, params.penalises),
-        (LogitAdjust.BIAS, params.logit_bias),
-        (LogitAdjust.ALLOWED_IDS, params.allowed_token_ids is not None),
-        (LogitAdjust.MIN_TOKENS, params.min_tokens),
-        (LogitAdjust.MASK, request.grammar is not None),
-    )
-    return LogitAdjust(sum(flag for flag, is_set in flags if is_set))
+    flags = 0  # operators of an IntFlag take a microsecond
+    if params.penalises:
+        flags += LogitAdjust.PENALTY
+    if params.logit_bias:
+        flags += LogitAdjust.BIAS
+    if params.allowed_token_ids is not None:
+        flags += LogitAdjust.ALLOWED_IDS
+    if params.min_tokens:
+        flags += LogitAdjust.MIN_TOKENS
+    if request.grammar is not None:
+        flags += LogitAdjust.MASK
+    return flags
 
 
 def _ints(sequence: Sequence) -> tuple[int, ...]:
@@ -210,7 +214,7 @@ def _ints(sequence: Sequence) -> tuple[int, ...]:
     progress = len(sequence.ids), prompt, sequence.num_cached, 0, 0
     limits = params.top_k, request.seed, prompt + params.min_tokens, sequence.max_length
     kinds = int(sequence.logprob_kind), int(sequence.draft_kind)
-    return *progress, *limits, int(adjustments(request)), *kinds, sequence.strategy
+    return *progress, *limits, adjustments(request), *kinds, sequence.strategy
 
 
 def _reals(request: Request) -> tuple[float, ...]:

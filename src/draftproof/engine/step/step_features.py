@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Many
 
 from draftproof.engine.sequence import Sequence
@@ -35,7 +36,7 @@ def _features_of_one(sequence: Sequence, strategies: Many[Strategy], vocab: int)
     top = -1 if kind is LogprobKind.NONE else logprob_width(top_of(params.logprobs, vocab), vocab)
     named = named_width(len(params.logprob_token_ids or ()))
     draft_kind = sequence.draft_kind
-    has_flags = bool(adjustments(sequence.request) & ~LogitAdjust.MASK)
+    has_flags = adjustments(sequence.request) not in (0, LogitAdjust.MASK)
     return StepFeatures(
         strategies=(sequence.strategy,),
         has_adjustments=has_flags or sequence.has_host_processors,
@@ -47,7 +48,7 @@ def _features_of_one(sequence: Sequence, strategies: Many[Strategy], vocab: int)
         processed_named=named if kind is LogprobKind.PROCESSED else 0,
         has_raw_drafts=draft_kind is LogprobKind.RAW,
         has_processed_drafts=draft_kind is LogprobKind.PROCESSED,
-        draft_top=0 if draft_kind is LogprobKind.NONE else logprob_width(draft_top(params, vocab), vocab),
+        draft_top=0 if draft_kind is LogprobKind.NONE else logprob_width(sequence.draft_top, vocab),
     )
 
 
@@ -70,4 +71,4 @@ def named_width(count: int) -> int:
 
 def logprob_width(top: int, vocab: int) -> int:
     """Return the number of alternatives to compute for lists of `top`."""
-    return min(vocab, next(width for width in LOGPROB_WIDTHS if width >= top))
+    return min(vocab, LOGPROB_WIDTHS[bisect_left(LOGPROB_WIDTHS, top)])
