@@ -90,10 +90,11 @@ class DeferredKV:
         """
         if not self._drafting.defers_kv:
             return decision
-        slots, is_prompt, added = planned.slots, planned.chunk > 0, planned.chunk + 1 + planned.drafts
+        slots = planned.slots
         if not decision.rounds and not planned.has_prompts:
-            self._num_tokens[slots] += added
+            self._num_tokens[slots] += 1 + planned.drafts
             return decision._replace(runs_model=False)
+        is_prompt, added = planned.chunk > 0, planned.chunk + 1 + planned.drafts
         is_stored: Bools = is_prompt & ~self._defers_prompt[slots]
         is_deferred: Bools = is_prompt & self._defers_prompt[slots]
         missing: Ints = np.where(is_stored, 0, self._num_tokens[slots])

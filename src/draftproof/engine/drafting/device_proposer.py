@@ -175,8 +175,8 @@ class DraftRunner:
             self.slots.ops.rounds.join_features(needed, self._features)
 
     def begin_step(self) -> None:
-        """Reset the seconds of the model before a step."""
-        self._seconds = 0.0
+        """Reset what the model does behind a step."""
+        self._queued_rounds, self._seconds = 0, 0.0
 
     def spec(
         self, planned: StepPlan, decision: DraftDecision, features: StepFeatures, needs_probs: bool
@@ -190,7 +190,7 @@ class DraftRunner:
         return DraftSpec(
             rounds,
             decision.runs_model,
-            has_prompts=self.proposer.depends_on_prompts and bool(planned.chunk.any()),
+            has_prompts=self.proposer.depends_on_prompts and planned.has_prompts,
             needs_processed=features.needs_processed,
             needs_logprobs=features.needs_draft_logprobs,
             top=features.draft_top,

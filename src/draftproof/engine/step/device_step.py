@@ -205,11 +205,11 @@ class DeviceStep:
         if not self.drafting.runs_behind_steps:
             return do_nothing
         self.drafting.reserve_ranking(features, min(LOGPROB_WIDTHS[-1], self.slots.vocab))
-        entries = self.drafting.captured_entries(len(planned.slots), rows)
         self.drafting.begin_step()
-        spec = self.drafting.spec(planned, decision, features, needs_probs)
         if not (decision.runs_model or decision.catch_up_rows or self.drafting.is_gated):
             return do_nothing
+        entries = self.drafting.captured_entries(len(planned.slots), rows)
+        spec = self.drafting.spec(planned, decision, features, needs_probs)
         task = self.draft_task(rows, entries, spec, decision.costs)
         # drafts beside prompts are of many sizes
         draft = self.graphs.get_repeated(task) if planned.has_prompts else self.graphs.get(task)
