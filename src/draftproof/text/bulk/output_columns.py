@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -62,8 +61,7 @@ class OutputColumns:
     def __init__(self, width: int, max_drafts: int, sources: Sequence[str]) -> None:
         self.width = width  # tokens of a line
         self.fill = np.zeros(0, np.int64)  # [lines] tokens in use
-        self.logprob_kind = np.zeros(0, np.int64)  # [lines] a LogprobKind
-        self._has_named_ids = np.zeros(0, np.bool_)  # [lines]
+        self._logprob_form = np.zeros(0, np.int64)  # [lines] 2 * LogprobKind, + 1 with named ids; 0: none
         self._counters = np.zeros((0, NUM_COUNTERS), np.int64)
         self._accepted_at = np.zeros((0, max_drafts), np.int64)  # by position in the draft window
         self._tokens = np.zeros(0, np.int64)  # [lines * width]
@@ -76,7 +74,7 @@ class OutputColumns:
 
     def resize(self, num_lines: int) -> None:
         """Grow to `num_lines` lines."""
-        for name in ("fill", "logprob_kind", "_has_named_ids", "_counters", "_accepted_at", "_totals"):
+        for name in ("fill", "_logprob_form", "_counters", "_accepted_at", "_totals"):
             setattr(self, name, longer(getattr(self, name), num_lines))
         for name in ("_tokens", "_origins"):
             setattr(self, name, longer(getattr(self, name), num_lines * self.width))
@@ -85,7 +83,7 @@ class OutputColumns:
     def reset(self, line: int, kind: LogprobKind, top: int, has_named_ids: bool) -> None:
         """Prepare a line for a new output; top: logprobs a token besides its own."""
         self.fill[line] = self._counters[line] = self._accepted_at[line] = self._totals[line] = 0
-        self.logprob_kind[line], self._has_named_ids[line] = kind, has_named_ids
+        self._logprob_form[line] = 2 * kind + has_named_ids
         if kind is not LogprobKind.NONE and top > self._logprobs.top:
             self._logprobs.widen(top)
 
@@ -97,68 +95,66 @@ class OutputColumns:
         table = joined([step.table for step in steps])  # [n, …]
         number = np.repeat(np.arange(len(steps)), [len(step.lines) for step in steps])  # [n] which step
         out = table[:, NUM_OUT]
-        by_step = self._by_step(number, lines, out)
+        by_step = np.zeros((len(steps), len(self.fill)), np.int64)
+        cell = number * len(self.fill) + lines
+        by_step.ravel()[cell] = out
         before = by_step.cumsum(0)
-        begin = lines * self.width + self.fill[lines] + before[number, lines] - out
+        begin = lines * self.width + self.fill[lines] + before.ravel()[cell] - out
         # one element a token: its entry, and its place among the tokens of that entry
         owner, place = ragged_indices(out)
         where = begin[owner] + place
-        self._tokens[where] = table[owner, TOKENS + place]
+        tokens = table.ravel()[owner * table.shape[1] + TOKENS + place]
+        self._tokens[where] = tokens
         self.fill += before[-1]
         self._counters[:, NUM_STEPS] += (by_step > 0).sum(0)
         if table[:, NUM_DRAFT].any():
             source = _joined_sources(steps)
             self._origins[where] = _origins(owner, place, table, source)
-            self._count_drafts(number, lines, table, source)
+            self._count_drafts(lines, table, source)
         else:
             self._origins[where] = PLAIN
         if steps[0].logprobs:
             logprobs = [step.logprobs for step in steps]
-            self._add_logprobs(lines, number, owner, where, place, table, logprobs)
+            self._add_logprobs(lines, number, table, owner, where, place, tokens, logprobs)
 
-    def _by_step(self, number: Ints, lines: Ints, column: Ints) -> Ints:
-        """Scatter a column [n] to [S, lines]; 0 where there is no entry."""
-        found = np.zeros((int(number[-1]) + 1 if len(number) else 1, len(self.fill)), np.int64)
-        found[number, lines] = column
-        return found
-
-    def _count_drafts(self, number: Ints, lines: Ints, table: Ints, source: NDArray[np.int8] | None) -> None:
-        at = table[:, NUM_OUT] > 0  # a step that committed no token is not counted
-        drafted, accepted = (
-            self._by_step(number[at], lines[at], table[at, column]) for column in (NUM_DRAFT, NUM_ACCEPTED)
-        )
-        counters = self._counters
-        counters[:, NUM_DRAFTED_STEPS] += (drafted > 0).sum(0)
-        counters[:, NUM_DRAFTED] += drafted.sum(0)
-        counters[:, NUM_ACCEPTED_DRAFTS] += accepted.sum(0)
-        np.maximum(counters[:, MAX_DRAFTED], drafted.max(0), out=counters[:, MAX_DRAFTED])
-        self._accepted_at += (accepted[..., None] > np.arange(self._accepted_at.shape[1])).sum(0)
+    def _count_drafts(self, lines: Ints, table: Ints, source: NDArray[np.int8] | None) -> None:
+        is_counted = table[:, NUM_OUT] > 0  # a step that committed no token is not counted
+        drafted, accepted = table[:, NUM_DRAFT] * is_counted, table[:, NUM_ACCEPTED] * is_counted
+        counters, (num_lines, width) = self._counters, self._accepted_at.shape
+        counters[:, NUM_DRAFTED_STEPS] += _sums(lines, drafted > 0, num_lines)
+        counters[:, NUM_DRAFTED] += _sums(lines, drafted, num_lines)
+        counters[:, NUM_ACCEPTED_DRAFTS] += _sums(lines, accepted, num_lines)
+        np.maximum.at(counters[:, MAX_DRAFTED], lines, drafted)
+        # number of steps in which a line had so many accepted drafts, then in which it had at least as many
+        steps = np.bincount(lines * (width + 1) + accepted, minlength=num_lines * (width + 1))
+        self._accepted_at += steps.reshape(num_lines, -1)[:, :0:-1].cumsum(1)[:, ::-1]
         is_predicted = self._prediction == 0 if source is None else source[:, 0] == self._prediction
         if np.any(is_predicted):
-            at = at & is_predicted
-            for counter, column in ((NUM_PREDICTED, NUM_DRAFT), (NUM_ACCEPTED_PREDICTED, NUM_ACCEPTED)):
-                counters[:, counter] += self._by_step(number[at], lines[at], table[at, column]).sum(0)
+            counters[:, NUM_PREDICTED] += _sums(lines, drafted * is_predicted, num_lines)
+            counters[:, NUM_ACCEPTED_PREDICTED] += _sums(lines, accepted * is_predicted, num_lines)
 
     def _add_logprobs(
         self,
         lines: Ints,
         number: Ints,
+        table: Ints,
         owner: Ints,
         where: Ints,
         place: Ints,
-        table: Ints,
+        tokens: Ints,
         steps: Sequence[Mapping[LogprobKind, LogprobArrays]],
     ) -> None:
         """Copy the logprobs of the tokens at `where` from the steps' arrays."""
-        kinds, has_named = self.logprob_kind[lines], self._has_named_ids[lines]
+        forms, buffer = self._logprob_form[lines], self._logprobs
         begins = number.searchsorted(np.arange(len(steps)))
         ends = np.maximum.reduceat(table[:, PICK] + table[:, NUM_OUT], begins).tolist()
-        for kind, is_named in product(steps[0], (False, True)):
-            mine = (kinds == kind) & (has_named == is_named)
-            at, entry, index = where, owner, place
-            if not mine.all():
-                of_kind = mine[owner]
-                at, entry, index = where[of_kind], owner[of_kind], place[of_kind]
+        is_alike = (forms == forms[:1]).all()
+        for form in forms[:1].tolist() if is_alike else np.unique(forms).tolist():
+            kind, is_named = LogprobKind(form // 2), form % 2 > 0
+            if kind not in steps[0]:
+                continue
+            mine: Any = slice(None) if is_alike else (forms == form)[owner].nonzero()[0]
+            at, entry, index, ids_at = where[mine], owner[mine], place[mine], tokens[mine]
             if not len(at):
                 continue
             found = [logprobs[kind] for logprobs in steps]
@@ -166,12 +162,11 @@ class OutputColumns:
             first = np.cumsum([0, *used[:-1]])  # of each step, among all rows in use
             parts = [_logprob_arrays(each, end, is_named) for each, end in zip(found, used, strict=True)]
             values, ids, ranks = (joined(list(columns)) for columns in zip(*parts, strict=True))
-            rows = index + table[entry, PICK] + first[number[entry]]
+            rows = index + (table[:, PICK] + first[number])[entry]
             # the rows are mostly consecutive: a slice then saves a gather
             is_consecutive = (rows[1:] - rows[:-1] == 1).all()
             pick: Any = slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else rows
-            buffer = self._logprobs
-            buffer.rows[at] = pack_rows(self._tokens[at], values[pick], ids[pick], ranks[pick], buffer.top)
+            buffer.put(at, pack_rows(ids_at, values[pick], ids[pick], ranks[pick], buffer.top))
 
     # --- read ---------------------------------------------------------------------------------------
 
@@ -180,7 +175,7 @@ class OutputColumns:
         ends = sizes.cumsum()
         at = np.arange(int(ends[-1])) + np.repeat(lines * self.width - ends + sizes, sizes)
         tokens, origins = self._tokens[at], self._origin_names[self._origins[at]].tolist()
-        if (self.logprob_kind[lines] != LogprobKind.NONE).any():
+        if self._logprob_form[lines].any():
             self._add_totals(lines, sizes, at - np.repeat(lines * self.width, sizes), at)
         self.fill[lines] = 0
         return tokens, origins
@@ -195,7 +190,7 @@ class OutputColumns:
         terms = np.zeros((1 + int(sizes.max()), len(lines)))  # trailing zeros change no bit
         terms[0] = self._totals[lines]
         own = self._logprobs.token_logprobs[at]
-        own[np.repeat(self.logprob_kind[lines] == LogprobKind.NONE, sizes)] = 0.0  # left by earlier outputs
+        own[np.repeat(self._logprob_form[lines] == 0, sizes)] = 0.0  # left by earlier outputs
         terms[1 + place, np.repeat(np.arange(len(lines)), sizes)] = own
         self._totals[lines] = np.add.accumulate(terms)[-1]
 
@@ -206,6 +201,12 @@ class OutputColumns:
             (_stats(counters, accepted_at, emitted), total)
             for counters, accepted_at, total, emitted in zip(*columns, num_tokens, strict=True)
         ]
+
+
+def _sums(lines: Ints, numbers: NDArray[Any], num_lines: int) -> Ints:
+    """Return the sum of the small numbers [n] of each line."""
+    sums: Ints = np.bincount(lines, numbers, num_lines).astype(np.int64)
+    return sums
 
 
 def _logprob_arrays(found: LogprobArrays, end: int, is_named: bool) -> tuple[NDArray[Any], ...]:
