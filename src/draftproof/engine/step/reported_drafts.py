@@ -49,40 +49,40 @@ class ReportedDrafts:
         if not len(entry):
             return None
         place = np.arange(len(entry)) - (counts.cumsum() - counts)[entry]
-        lines, slot = table[entry], slots[entry]
-        row = lines[:, FIRST_ROW] + place
+        row = table[:, FIRST_ROW][entry] + place
+        cell = (slots * results.draft_logprobs.shape[1])[entry] + place  # of the flat columns [S * K]
         rank = top_width = np.zeros(len(entry), np.int64)
         top_ids, top_logprobs = np.zeros((len(entry), 0), np.int64), np.zeros((len(entry), 0), np.float32)
         if results.draft_ranks is not None:
             assert results.draft_top_ids is not None and results.draft_top_logprobs is not None
-            rank = results.draft_ranks[slot, place]
-            if results.draft_top_ids.shape[2]:
-                top_width = self._widths[slot] * (rank > 0)
-                top_ids = results.draft_top_ids[slot, place]
-                top_logprobs = results.draft_top_logprobs[slot, place]
+            rank = results.draft_ranks.ravel()[cell]
+            if num_top := results.draft_top_ids.shape[2]:
+                top_width = self._widths[slots][entry] * (rank > 0)
+                top_ids = results.draft_top_ids.reshape(-1, num_top).take(cell, 0)
+                top_logprobs = results.draft_top_logprobs.reshape(-1, num_top).take(cell, 0)
         return DraftColumns(
             entry=entry,
             token=results.draft_tokens[row],
-            position=lengths[slot] - self._prompt_lengths[slot] + place,
+            position=(lengths[slots] - self._prompt_lengths[slots])[entry] + place,
             source=np.zeros(len(entry), np.int8) if source is None else source[entry, place],
-            accepted=place < lines[:, NUM_ACCEPTED],
-            draft_logprob=results.draft_logprobs[slot, place],
-            target_logprob=self._target_logprobs(results, slot, row),
+            accepted=place < table[:, NUM_ACCEPTED][entry],
+            draft_logprob=results.draft_logprobs.ravel()[cell],
+            target_logprob=self._target_logprobs(results, slots, entry, row),
             rank=rank,
             top_width=top_width,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
         )
 
-    def _target_logprobs(self, results: HostResults, slot: Ints, row: Ints) -> Floats32:
+    def _target_logprobs(self, results: HostResults, slots: Ints, entry: Ints, row: Ints) -> Floats32:
         """Return the target's logprobs of the drafts at logits rows [D], each of its request's kind."""
         targets = results.draft_targets
         if len(targets) == 1:  # all requests that report drafts have this kind
             (columns,) = targets.values()
-            values: Floats32 = columns.values[row, 0]
+            values: Floats32 = columns.values[:, 0][row]
             return values
         found = np.full(len(row), np.nan, np.float32)
         for kind, columns in targets.items():
-            at = self._kinds[slot] == kind
+            at = self._kinds[slots][entry] == kind
             found[at] = columns.values[row[at], 0]
         return found
