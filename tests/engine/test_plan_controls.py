@@ -59,9 +59,10 @@ def publish_pages_at_admission(whole, self, sequence):
     return admitted
 
 
-def lose_a_page_of_a_preempted_request(whole, self, sequence):
-    sequence.pages = sequence.pages[:-1]
-    whole(self, sequence)
+def lose_a_page_of_a_preempted_request(whole, self, sequences):
+    for sequence in sequences:
+        sequence.pages = sequence.pages[:-1]
+    whole(self, sequences)
 
 
 def preempt_the_best_rank(whole, self, _):
@@ -134,9 +135,10 @@ def test_drafts_that_outgrow_their_pages_are_detected(monkeypatch):
 def test_page_released_twice_is_detected_by_the_state_machine(monkeypatch):
     whole = Scheduler._leave
 
-    def broken(self, sequence):
-        shared = [page for page in sequence.pages if self.pages._users.get(page, 0) > 1]
-        whole(self, sequence)
+    def broken(self, sequences):
+        pages = [page for sequence in sequences for page in sequence.pages]
+        shared = [page for page in pages if self.pages._users.get(page, 0) > 1]
+        whole(self, sequences)
         self.pages.release(shared[:1])
 
     monkeypatch.setattr(Scheduler, "_leave", broken)

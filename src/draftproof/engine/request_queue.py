@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections.abc import Sequence as Many
 
 import numpy as np
 
@@ -167,25 +168,36 @@ class RequestQueue:
         length = int(self.mirror.length[sequence.slot])
         ids = sequence.ids if length == len(sequence.ids) else self.slots.read(sequence.slot, length)
         self.prefix_cache.remember(sequence, ids, computed)
-        self._leave(sequence)
+        self._leave([sequence])
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a request and free its slot and pages; steps in flight may still write to the pages."""
+        if sequence.slot < 0:
+            (self.held if sequence in self.held else self.waiting).remove(sequence)
+            self._record_end(sequence)
+        else:
+            self.remove_running([sequence], [False])
+
+    def remove_running(self, sequences: Many[Sequence], keeps_pages: Many[bool]) -> None:
+        """Remove running requests and free their slots; some keep their pages until `release_pages`."""
+        kept = [
+            (s, s.pages, s.num_published_pages)
+            for s, keeps in zip(sequences, keeps_pages, strict=True)
+            if keeps
+        ]
+        for sequence, _, _ in kept:
+            sequence.pages = []
+        for sequence in sequences:
+            self._record_end(sequence)
+        self._leave(sequences)
+        for sequence, pages, num_published in kept:
+            sequence.pages, sequence.num_published_pages = pages, num_published
+
+    def _record_end(self, sequence: Sequence) -> None:
         self.num_needing_sync -= sequence.needs_sync
         self.num_with_queued_logprobs -= sequence.has_queued_logprobs
         sequence.stats.ended = time.monotonic()
-        if sequence.slot < 0:
-            (self.held if sequence in self.held else self.waiting).remove(sequence)
-        else:
-            self._leave(sequence)
-
-    def finish_keep_pages(self, sequence: Sequence) -> None:
-        """Remove a finished request and free its slot; it keeps its pages until `release_pages`."""
-        pages, num_published = sequence.pages, sequence.num_published_pages
-        sequence.pages = []
-        self.remove(sequence)
-        sequence.pages, sequence.num_published_pages = pages, num_published
 
     def release_pages(self, sequence: Sequence, ids: list[int] | None) -> None:
         """Release the pages of a finished request, published if its tokens `ids` are known."""
@@ -194,11 +206,17 @@ class RequestQueue:
         self.pages.release(sequence.pages)
         sequence.pages = []
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequences: Many[Sequence]) -> None:
+        """Remove requests from the running ones, all at once."""
+        if not sequences:
+            return
         self.version += 1
-        self.running.remove(sequence)
-        self._lines = self._lines[self._lines != sequence.slot]
-        self.mirror.generation[sequence.slot] += 1
-        self.slots.free(sequence.slot)
-        self.pages.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.num_published_pages = -1, [], 0
+        slots, leaves = [sequence.slot for sequence in sequences], np.zeros(len(self.mirror.length), np.bool_)
+        leaves[slots] = True
+        self._lines = self._lines[~leaves[self._lines]]
+        self.mirror.generation[slots] += 1
+        for sequence in sequences:
+            self.slots.free(sequence.slot)
+            self.pages.release(sequence.pages)
+            sequence.slot, sequence.pages, sequence.num_published_pages = -1, [], 0
+        self.running[:] = [sequence for sequence in self.running if sequence.slot >= 0]

@@ -53,16 +53,15 @@ class RequestRelease:
             return {}
         sampled, finishes, completed = step.tensors.sampled, {}, []
         errors = sampled.errors if sampled else {}
-        for b in np.flatnonzero(is_current & (table[:, ENDED] > 0)).tolist():
+        ended = np.flatnonzero(is_current & (table[:, ENDED] > 0))
+        for b, line in zip(ended.tolist(), table[ended].tolist(), strict=True):
             sequence = step.planned.sequences[b]
-            own_errors = errors_by_row(table[b], errors, step.grammar_errors.get(b))
-            finish = finish_of(sequence.request, table[b], own_errors)
-            assert finish is not None
-            finishes[b] = finish
+            own_errors = errors_by_row(line, errors, step.grammar_errors.get(b))
+            finish = finishes[b] = finish_of(sequence.request, line, own_errors)
             if finish.reason != "error":
                 completed.append(sequence)
                 continue
-            if table[b, ENDED] == FinishStatus.NOT_FINITE:  # its KV must not be reused
+            if line[ENDED] == FinishStatus.NOT_FINITE:  # its KV must not be reused
                 self._scheduler.pages.unpublish(sequence.pages)
             self.remove(sequence)
         self._finish(completed)
@@ -88,12 +87,9 @@ class RequestRelease:
         scheduler = self._scheduler
         keeps_pages = [self._has_new_pages(sequence) for sequence in sequences]
         is_copied = self._queue_copies(sequences, keeps_pages)
-        for sequence, keeps in zip(sequences, keeps_pages, strict=True):
+        for sequence in sequences:
             self._hooks.stop(sequence.slot)
-            if keeps and is_copied:
-                scheduler.finish_keep_pages(sequence)
-            else:
-                scheduler.remove(sequence)
+        scheduler.remove_running(sequences, keeps_pages if is_copied else [False] * len(sequences))
         self.release_if_idle()
 
     def _has_new_pages(self, sequence: Sequence) -> bool:

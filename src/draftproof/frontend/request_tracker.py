@@ -207,8 +207,8 @@ class RequestTracker:
             metrics=total,
             num_cached_tokens=stats[0].num_cached_tokens if stats else 0,
             num_preemptions=sum(each.num_preemptions for each in stats),
-            queue_seconds=_first(each.queue_seconds for each in stats),
-            first_token_seconds=_first(each.first_token_seconds for each in stats),
+            queue_seconds=_first([each.queue_seconds for each in stats]),
+            first_token_seconds=_first([each.first_token_seconds for each in stats]),
             strategy=strategy,
             lossless=lossless,
             embedding=job.embedding,
@@ -335,4 +335,4 @@ def _without_tokens(output: CompletionOutput) -> CompletionOutput:
 
 
 def _first(times: Iterable[float | None]) -> float | None:
-    return min((seconds for seconds in times if seconds is not None), default=None)
+    return min([seconds for seconds in times if seconds is not None], default=None)

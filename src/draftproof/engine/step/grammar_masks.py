@@ -7,6 +7,7 @@ grammar. It is not needed within a step: a step with masks is captured like any 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
@@ -50,9 +51,9 @@ def commit_tokens(planned: StepPlan, table: Ints, is_current: Bools) -> None:
 
 
 def errors_by_row(
-    line: Ints, errors: Mapping[int, str], grammar_errors: Mapping[int, str] | None
+    line: Many[int], errors: Mapping[int, str], grammar_errors: Mapping[int, str] | None
 ) -> Mapping[int, str]:
     """Return `errors` by logits row, with those of an entry's grammar; `line` of the outcome table."""
     if not grammar_errors:
         return errors
-    return {**errors, **{int(line[FIRST_ROW]) + depth: text for depth, text in grammar_errors.items()}}
+    return {**errors, **{line[FIRST_ROW] + depth: text for depth, text in grammar_errors.items()}}

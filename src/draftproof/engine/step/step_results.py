@@ -78,6 +78,9 @@ class Finish:
     error: str | None = None
 
 
+FINISHED_BY_LENGTH = Finish("length")
+
+
 @dataclass(frozen=True, eq=False)
 class StepResults(Sequence[StepOutput]):
     """Results of a step for n requests, as columns. As a sequence: one StepOutput per request."""
@@ -249,17 +252,15 @@ def has_long_logprobs(params: SamplingParams, vocab: int) -> bool:
     return width.top > MAX_DEVICE_TOP or width.num_named > MAX_NAMED_IDS
 
 
-def finish_of(request: Request, line: Ints, errors: Mapping[int, str]) -> Finish | None:
-    """Return how a request finished by its line of the outcome table, if it did; `errors` by logits row."""
-    ended = FinishStatus(int(line[ENDED]))
-    if ended is FinishStatus.RUNNING:
-        return None
-    if ended is FinishStatus.LENGTH:
-        return Finish("length")
-    if ended is FinishStatus.STOP:
+def finish_of(request: Request, line: Sequence[int], errors: Mapping[int, str]) -> Finish:
+    """Return how a request finished by its line of the outcome table; `errors` by logits row."""
+    ended = line[ENDED]
+    if ended == FinishStatus.LENGTH:
+        return FINISHED_BY_LENGTH
+    if ended == FinishStatus.STOP:
         params = request.params
-        last = int(line[TOKENS + int(line[NUM_OUT]) - 1])
+        last = line[TOKENS + line[NUM_OUT] - 1]
         is_eos = last in request.eos_token_ids and not params.ignore_eos
         return Finish("stop", None if is_eos and last not in params.stop_token_ids else last)
-    row = int(line[FIRST_ROW]) + int(line[NUM_OUT])
-    return Finish("error", error=errors.get(row) or ERROR_MESSAGES[ended])
+    row = line[FIRST_ROW] + line[NUM_OUT]
+    return Finish("error", error=errors.get(row) or ERROR_MESSAGES[FinishStatus(ended)])
