@@ -114,6 +114,8 @@ class RequestQueue:
                 break
             admitted.append(first)
             admitted_rows += int(left[first.slot])
+        if admitted:
+            self._lines = np.append(self._lines, [sequence.slot for sequence in admitted])
         return admitted
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -146,7 +148,6 @@ class RequestQueue:
         host.generation[slot] += 1
         self.policy.start(slot, sequence.draft_limit, sequence.adaptive)
         self.running.append(sequence)
-        self._lines = np.append(self._lines, slot)
         self.version += 1
         return True
 
