@@ -26,6 +26,7 @@ from draftproof.metrics import EngineStats, RequestStats
 from draftproof.models.load import Checkpoint
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import LogprobKind, Request
+from draftproof.verify.base import Strategy
 from draftproof.verify.grammar_guide import GrammarGuide
 
 if TYPE_CHECKING:
@@ -168,13 +169,13 @@ class Engine(PausableEngine):
         params, vocab, speculation = request.params, self.limits.vocab_size, request.params.speculation
         limit = speculation.num_speculative_tokens or self.limits.speculative_tokens
         adaptive = self._adaptive if speculation.adaptive is None else speculation.adaptive
-        is_long = has_long_logprobs(params, vocab)
+        is_long, strategy = has_long_logprobs(params, vocab), self._strategies.for_request(params)
         sequence = Sequence(
             request,
             max_length,
             draft_limit=limit if self.loop.proposer and speculation.enabled and not request.pooling else 0,
-            adaptive=adaptive and self._may_adapt(params),
-            strategy=self._strategies.by_index.index(self._strategies.for_request(params)),
+            adaptive=adaptive and self._may_adapt(strategy),
+            strategy=self._strategies.by_index.index(strategy),
             logprob_kind=mode_of(params) if params.needs_logprobs and not is_long else LogprobKind.NONE,
             draft_kind=mode_of(params) if params.include_draft_logprobs else LogprobKind.NONE,
             draft_top=draft_top(params, self.limits.vocab_size) if params.include_draft_logprobs else 0,
@@ -190,15 +191,15 @@ class Engine(PausableEngine):
         seconds = self.config.max_grammar_seconds
         return None if request.grammar is None else GrammarGuide(request.grammar, seconds)
 
-    def _may_adapt(self, params: SamplingParams) -> bool:
-        """Return whether drafts of a request may be dropped by their number.
+    def _may_adapt(self, strategy: Strategy) -> bool:
+        """Return whether drafts of a request with this strategy may be dropped by their number.
 
         Drafts that exist before the plan may not under a strategy that uses their probabilities: their
         number can depend on sampled tokens, so the output distribution would be biased.
         """
         proposer, drafts_before_plan = self.loop.proposer, self.loop.scheduler.drafts_before_plan
         has_probs = proposer is not None and proposer.reports_probs
-        needs_probs = has_probs and self._strategies.for_request(params).needs_draft_probs
+        needs_probs = has_probs and strategy.needs_draft_probs
         return not self._is_forced and not (needs_probs and drafts_before_plan)
 
     def _publish_events(self) -> None:

@@ -32,6 +32,9 @@ class PooledRows:
         return (self.total / self.count).astype(np.float32)
 
 
+NO_POOLED_ROWS = PooledRows()
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """State of a request in the engine."""
@@ -59,7 +62,7 @@ class Sequence:
     num_failures: int = 0  # consecutive failed steps
     length_at_failure: int = 0  # committed tokens at the last failure
     num_prompt_logprobs: int = 0  # prompt tokens whose logprobs were returned
-    pooled: PooledRows = field(default_factory=PooledRows)
+    pooled: PooledRows = NO_POOLED_ROWS
     stats: RequestStats = field(default_factory=RequestStats)
 
     def __post_init__(self) -> None:
