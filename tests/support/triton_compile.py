@@ -357,6 +357,26 @@ def experts(ops: TritonOps, rows: int, rule: Routing, hidden: int, inner: int) -
         ops.forward.moe_add_rms_norm(x, Moe(rule, router, gate_up, down), x, x[0], 1e-6)
 
 
+def one_row_of_experts(ops: TritonOps) -> None:
+    """Call all layers of a mixture of experts with one row."""
+    heads = AttentionShape(num_q=32, num_kv=4, dim=128, scale=0.1, window=0)
+
+    def packed(columns: int, depth: int) -> PackedLinear:
+        return ops.forward.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
+
+    norm, head_norm = torch.empty(2048, dtype=torch.bfloat16), torch.empty(128, dtype=torch.bfloat16)
+    attention = Attention(heads, packed(5120, 2048), packed(2048, 4096), head_norm, head_norm)
+    router = ops.forward.pack_router(torch.zeros((128, 2048), dtype=torch.bfloat16))
+    moe = Moe(Routing(128, 8), router, packed(128 * 1536, 2048), packed(128 * 2048, 768))
+    layer = Layer(norm, attention, norm, moe)
+    column, table = torch.zeros(1, dtype=torch.int64), torch.zeros((4, 128), dtype=torch.int32)
+    cache = torch.empty((2, 8, 16, 4, 128), dtype=torch.bfloat16)
+    rows, x = Rows(column, column, column, column, table), torch.empty((1, 2048), dtype=torch.bfloat16)
+    with mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
+        found = ops.forward.fused_layers(x, [layer], rows, torch.empty((64, 128)), [cache], 1e-6, (), None)
+    assert found is not None
+
+
 @contextlib.contextmanager
 def replaced_launches(run: Callable[..., None]) -> Iterator[None]:
     """Call `run` for each launch, on a simulated GPU of compute capability CAPABILITY."""
@@ -399,6 +419,8 @@ def main() -> None:
                 for rows in (1, 16, 64):
                     all_layers(ops, small, 576, 1536, rows, taps=3)
                     all_layers(ops, small, 576, 1536, rows, joined=True)
+                if CAPABILITY == 90:
+                    one_row_of_experts(ops)
                 medium = AttentionShape(num_q=15, num_kv=5, dim=64, scale=0.1, window=0)
                 all_layers(ops, medium, 960, 2560, 16)
                 break

@@ -1,12 +1,12 @@
 """Times the kernels of a Qwen3-30B-A3B layer at few rows on a GPU and compares their bits.
 
     PYTHONPATH=src:tests/support:tests python bench/micro/gpu/moe_few_rows.py
-        [--parts route,experts,layers] [--rows 64,128,256] [--seconds 55]
+        [--parts route,experts,layers,one_row] [--rows 64,128,256] [--seconds 55]
 
 Routing is timed in a few variants, the grouped GEMM over a few tiles. `layers` are whole layers with
-heights of the tiles, where no rows are equal, all, or half of them (skewed). Every case is a graph of early
-launches that rotate over more weights than fit into the L2 cache. One line per case; the last line of stdout
-is JSON.
+heights of the tiles, where no rows are equal, all, or half of them (skewed). `one_row` is whole layers of one
+row, as separate ops and in one kernel. Every case is a graph of early launches that rotate over more weights
+than fit into the L2 cache. One line per case; the last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ ROUTE_VARIANTS: dict[str, dict[str, Any]] = {
 }
 HEADS = AttentionShape(num_q=32, num_kv=4, dim=128, scale=128**-0.5, window=0)
 LAYERS, CONTEXT, PAGE, EPS = 6, 150, 16, 1e-6
+ONE_ROW_CONTEXTS = (60, 150, 300, 1000)  # tokens
 # Rows of the tiles of experts; 0: by the number of rows.
 HEIGHTS = (0, 16, 32, 64, 128)
 GATE_UP_TILES = (
@@ -194,6 +195,25 @@ def layer_cases(ops: TritonOps, row_counts: list[int]) -> Iterator[Case]:
                 yield Case(f"layers, {rows} {kind} rows", label, [run] * 3, run, num_parts=LAYERS)
 
 
+def one_row_cases(ops: TritonOps) -> Iterator[Case]:
+    """Yield passes of one row over whole layers, by separate ops and in one kernel."""
+    layers, table = [make_layer(ops) for _ in range(LAYERS)], rope(HEADS, 1024)
+    pages = 1 + torch.arange(1024 // PAGE, dtype=torch.int32, device=GPU)[None]
+    shape = (2, pages.numel() + 1, PAGE, HEADS.num_kv, HEADS.dim)
+    caches = [torch.empty(shape, dtype=BF16, device=GPU).normal_() for _ in layers]
+    x, slot = randn(1, HIDDEN, seed=1, dtype=BF16), torch.zeros(1, dtype=torch.int64, device=GPU)
+    for context in ONE_ROW_CONTEXTS:
+        position, index = slot + context, pages[:, context // PAGE].long() * PAGE + context % PAGE
+        at = Rows(slot, position, slot, index, pages)
+        for label, one_launch in (("separate ops", False), ("one kernel", True)):
+
+            def run(at: Rows = at, one_launch: bool = one_launch) -> tuple[Tensor, ...]:
+                with mock.patch.object(ops.forward, "one_launch", one_launch):
+                    return run_layers(ops, x.clone(), layers, layers[-1].mlp_norm, at, table, caches, EPS)
+
+            yield Case(f"one row, {context} tokens", label, [run] * 3, run, num_parts=LAYERS)
+
+
 def measure(case: Case, firsts: dict[str, tuple[Tensor, ...]]) -> dict[str, Any]:
     """Return the time of a case and whether its bits are those of the first of its group."""
     found = tuple(tensor.clone() for tensor in case.result())
@@ -220,6 +240,7 @@ def main() -> None:
         "route": lambda: route_cases(ops),
         "experts": lambda: expert_cases(ops),
         "layers": lambda: layer_cases(ops, [int(rows) for rows in options.rows.split(",")]),
+        "one_row": lambda: one_row_cases(ops),
     }
     cases = [case for part in options.parts.split(",") for case in parts[part]()]
     compile_ahead([case.calls[0] if case.calls else case.result for case in cases], lambda *_: None)

@@ -16,6 +16,7 @@ from draftproof.ops.triton import elementwise, kernel_utils
 from draftproof.ops.triton import rope as rope_kernels
 from draftproof.ops.triton.attention import prefill, splitkv
 from draftproof.ops.triton.fused import layers as fused_kernel
+from draftproof.ops.triton.fused_moe.launcher import FusedMoeLayers
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.autotune import create_tuner
 from draftproof.ops.triton.gemm.cublas import Cublas, Mode
@@ -39,7 +40,8 @@ class TritonForward(TritonLatent, TritonMoe):
     """Forward ops.
 
     `cublas`: where cuBLAS may be used; see `gemm/cublas`.
-    `one_launch`: run all layers in one kernel where it supports them (few rows of a small model).
+    `one_launch`: run all layers in one kernel where one supports them: few rows of a small model, one row of
+    a mixture of experts.
     """
 
     fused_rows_limit: ClassVar[int] = 96
@@ -65,6 +67,7 @@ class TritonForward(TritonLatent, TritonMoe):
         )
         self._prefill = prefill.PrefillAttention(launch.pdl, has_wgmma, chip.num_sms, self._partials)
         self._fused_layers = fused_kernel.FusedLayersKernel(launch.device, chip)
+        self._fused_moe = FusedMoeLayers(launch)
 
     def begin_pass(self, rows: Rows) -> None:
         self._prefill.worklists.begin(rows)
@@ -261,15 +264,17 @@ class TritonForward(TritonLatent, TritonMoe):
         self, residual: Tensor, layers: Sequence[Layer], rows: Rows, rope: Tensor, caches: Sequence[Tensor],
         eps: float, taps: Sequence[int], embedding: Tensor | None,
     ) -> tuple[Tensor, ...] | None:  # fmt: skip
-        """Run all layers in one launch if the fused kernel supports them; see `FusedLayers`."""
+        """Run all layers in one launch if a fused kernel supports them; see `FusedLayers`."""
         residual = kernel_utils.matrix("residual", residual)
         rope = kernel_utils.matrix("rope", rope, None, FP32)
         is_quantized = any(kv_format(cache.dtype) is not None for cache in caches)
-        if not self.one_launch or is_quantized or not self._fused_layers.supports(residual, layers):
+        kernels = (self._fused_moe, self._fused_layers)
+        kernel = next((each for each in kernels if each.supports(residual, layers)), None)
+        if not self.one_launch or is_quantized or kernel is None:
             return None
         for layer, cache in zip(layers, caches, strict=True):
             check_rows(rows, len(residual), layer.attention.heads, cache, residual.dtype)
-        tapped = self._fused_layers(residual, layers, rows, rope, caches, eps, taps, embedding)
+        tapped = kernel(residual, layers, rows, rope, caches, eps, taps, embedding)
         return None if tapped is None else (residual, *tapped.unbind(1))
 
     def embed_norm_concat(

@@ -1,0 +1,263 @@
+"""Attention of one row: QK norms, rotation, KV write, spans of keys, and their merge.
+
+An item is a KV head and one span, or all spans where they are few. Numerics are those of `rope.py` and of
+`attention/online_softmax.py`. Keys and values of earlier passes are copied into the ring; those of this pass
+are written into it by the item that has the last span.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
+
+from draftproof.ops.triton.attention.kv_rings import finite, thread_barrier
+from draftproof.ops.triton.fused_moe.ring import (
+    BF16,
+    LEFT,
+    MMA,
+    MMA_ROWS,
+    RIGHT,
+    ROWS_LAYOUT,
+    blocks_of,
+    copy_stage,
+    lines_of,
+    release,
+    wait_full,
+)
+
+KEYS = gl.constexpr(64)  # of a block; see `online_softmax.KEYS`
+SPAN = gl.constexpr(128)  # tokens of a span; see `online_softmax.SPAN`
+BLOCKS = gl.constexpr(2)  # of a span
+SPAN_STAGES = gl.constexpr(4)  # blocks of keys, then of values
+FEW_SPANS = gl.constexpr(2)  # spans that one item computes in turn: cheaper than a merge between programs
+MERGED_SPANS = gl.constexpr(4)  # of a step of the merge, whose loads overlap
+BLOCK_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+COLUMNS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def spans_of_item(num_spans):
+    """Return the number of spans of an item."""
+    return gl.where(num_spans <= FEW_SPANS, num_spans, 1)
+
+
+@gluon.jit
+def copy_spans(
+    cache, plane, pages, position, ring, full, empty, index,
+    NUM_KV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys before `position` of the items of this program, and their values; return the index."""
+    blocks = blocks_of(ring, STAGES, KEYS, D)
+    num_spans = position // SPAN + 1
+    length = spans_of_item(num_spans)
+    key_in_block = gl.arange(0, KEYS, layout=gl.SliceLayout(1, BLOCK_LAYOUT))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, BLOCK_LAYOUT))
+    for item in range(gl.program_id(0), (num_spans + length - 1) // length * NUM_KV, gl.num_programs(0)):
+        kv_head, first = item % NUM_KV, item // NUM_KV * length
+        for span in range(first, gl.minimum(first + length, num_spans)):
+            page_ids = ()
+            for block in gl.static_range(BLOCKS):
+                key = span * SPAN + block * KEYS + key_in_block
+                page_ids = page_ids + (gl.load(pages + key // PAGE, mask=key < position, other=0),)
+            for stage in gl.static_range(SPAN_STAGES):
+                key = span * SPAN + stage % BLOCKS * KEYS + key_in_block
+                token = page_ids[stage % BLOCKS].to(gl.int64) * PAGE + key % PAGE
+                offset = token * (NUM_KV * D) + kv_head * D + (stage // BLOCKS) * plane
+                exists = (key < position)[:, None] & (d >= 0)[None, :]
+                pointers = cache + offset[:, None] + d[None, :]
+                index = copy_stage(blocks, full, empty, index, pointers, exists, STAGES)
+    return index
+
+
+@gluon.jit
+def load_head_norms(q_norm, k_norm, D: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr):
+    """Load both halves [D // 2] of the norm weights of q, then of k; any tensors where there is no norm."""
+    j = gl.arange(0, D // 2, layout=gl.SliceLayout(0, ROWS_LAYOUT))
+    q1 = gl.load(q_norm + j) if Q_NORM else j
+    q2 = gl.load(q_norm + D // 2 + j) if Q_NORM else j
+    k1 = gl.load(k_norm + j) if K_NORM else j
+    k2 = gl.load(k_norm + D // 2 + j) if K_NORM else j
+    return q1, q2, k1, k2
+
+
+@gluon.jit
+def rotated_heads(
+    qkv, rope, head_norms, position, kv_head, eps,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr,
+):  # fmt: skip
+    """Return both halves [16, D // 2] of the queries of a KV head, then of its key and of its value.
+
+    The layout is that of `rope.py`, because the sum of a head's squares has the tree of the layout.
+    """
+    MIDDLE: gl.constexpr = D // 2
+    i = gl.arange(0, MMA_ROWS, layout=gl.SliceLayout(1, ROWS_LAYOUT))
+    j = gl.arange(0, MIDDLE, layout=gl.SliceLayout(0, ROWS_LAYOUT))
+    own = gl.where(i == GROUP, kv_head, NUM_KV + kv_head)
+    head = gl.where(i < GROUP, kv_head * GROUP + i, NUM_KV * GROUP + own)
+    valid = (i < GROUP + 2)[:, None] & (j < MIDDLE)[None, :]
+    angle = rope + position * D + j
+    cos, sin = gl.load(angle)[None, :], gl.load(angle + MIDDLE)[None, :]
+    source = qkv + head[:, None] * D + j[None, :]
+    first = gl.load(source, mask=valid, other=0.0, cache_modifier=".cg").to(gl.float32)
+    second = gl.load(source + MIDDLE, mask=valid, other=0.0, cache_modifier=".cg").to(gl.float32)
+    x, y = first, second
+    is_q, is_v = (i < GROUP)[:, None], (i > GROUP)[:, None]
+    if Q_NORM or K_NORM:
+        scale = gl.rsqrt(gl.sum(x * x + y * y, axis=1) / D + eps)[:, None]
+        x_unit, y_unit = (x * scale).to(BF16).to(gl.float32), (y * scale).to(BF16).to(gl.float32)
+        if Q_NORM:
+            w1, w2 = head_norms[0].to(gl.float32)[None, :], head_norms[1].to(gl.float32)[None, :]
+            x = gl.where(is_q, (x_unit * w1).to(BF16).to(gl.float32), x)
+            y = gl.where(is_q, (y_unit * w2).to(BF16).to(gl.float32), y)
+        if K_NORM:
+            w3, w4 = head_norms[2].to(gl.float32)[None, :], head_norms[3].to(gl.float32)[None, :]
+            x = gl.where(is_q, x, (x_unit * w3).to(BF16).to(gl.float32))
+            y = gl.where(is_q, y, (y_unit * w4).to(BF16).to(gl.float32))
+    low = gl.where(is_v, first, x * cos - y * sin).to(BF16)
+    high = gl.where(is_v, second, y * cos + x * sin).to(BF16)
+    return low, high
+
+
+@gluon.jit
+def store_key_value(
+    cache, plane, kv_index, slot, kv_head, low, high,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Store the key and the value of a KV head to the cache, unless the row is padding."""
+    i = gl.arange(0, MMA_ROWS, layout=gl.SliceLayout(1, ROWS_LAYOUT))
+    j = gl.arange(0, D // 2, layout=gl.SliceLayout(0, ROWS_LAYOUT))
+    token = cache + kv_index * (NUM_KV * D) + kv_head * D
+    target = token + gl.where(i > GROUP, plane, 0)[:, None] + j[None, :]
+    stored = ((i == GROUP) | (i == GROUP + 1)) & (slot >= 0)
+    stored, _ = gl.broadcast(stored[:, None], low)
+    gl.store(target, low, mask=stored)
+    gl.store(target + D // 2, high, mask=stored)
+
+
+@gluon.jit
+def replace_row(block, row, line):
+    """Replace row `row` of a block [KEYS, D] in shared memory by `line` [D] in shared memory."""
+    old = block.load(BLOCK_LAYOUT)
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, BLOCK_LAYOUT))
+    new, _ = gl.broadcast(line.load(gl.SliceLayout(0, BLOCK_LAYOUT))[None, :], old)
+    block.store(gl.where((key == row)[:, None], new, old))
+
+
+@gluon.jit
+def attend_span(q, blocks, index, span, position, scale, D: gl.constexpr, STAGES: gl.constexpr):
+    """Return maximum [16], sum [16] and weighted values [16, D] of a span."""
+    m = gl.full([MMA_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    sums = gl.zeros([MMA_ROWS, 8], gl.float32, MMA)
+    values = gl.zeros([MMA_ROWS, D], gl.float32, MMA)
+    ones = gl.full([KEYS, 8], 1.0, BF16, RIGHT)
+    for block in range(BLOCKS):
+        keys = blocks.index((index + block) % STAGES).permute((1, 0)).load(RIGHT)
+        scores = mma_v2(q, keys, gl.zeros([MMA_ROWS, KEYS], gl.float32, MMA)) * scale
+        key = span * SPAN + block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, MMA))
+        scores = gl.where((key <= position)[None, :], scores, float("-inf"))
+        top = gl.maximum(m, gl.max(scores, axis=1))
+        base = finite(top)
+        weights = gl.convert_layout(gl.exp2(scores - base[:, None]).to(BF16), LEFT)
+        decay = gl.exp2(m - base)[:, None]
+        m = top
+        sums = mma_v2(weights, ones, sums * decay)
+        values = mma_v2(weights, blocks.index((index + BLOCKS + block) % STAGES).load(RIGHT), values * decay)
+    return m, gl.max(sums, axis=1), values  # all columns of `sums` are equal
+
+
+@gluon.jit
+def merge_factors(m, m_new):
+    """Return the maximum of two partial results and their factors; see `online_softmax.merge_partials`."""
+    top = gl.maximum(m, m_new)
+    base = finite(top)
+    return top, gl.exp2(m - base), gl.exp2(m_new - base)
+
+
+@gluon.jit
+def attend_items(
+    qkv, rope, head_norms, cache, out, parts, stats, position, slot, kv_index, plane, spans, scale, eps,
+    ring, queries, lines, full, empty, index,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Compute the items of this program; return the next index of the ring.
+
+    Results go to out [heads, D] where one item has all spans of a head, otherwise to parts and stats, see
+    `online_softmax.store_partial`.
+    """
+    blocks = blocks_of(ring, STAGES, KEYS, D)
+    heads = lines_of(lines, MMA_ROWS * D, D)
+    num_spans = position // SPAN + 1
+    length = spans_of_item(num_spans)
+    for item in range(gl.program_id(0), (num_spans + length - 1) // length * NUM_KV, gl.num_programs(0)):
+        kv_head, first = item % NUM_KV, item // NUM_KV * length
+        low, high = rotated_heads(
+            qkv, rope, head_norms, position, kv_head, eps, NUM_KV, GROUP, D, Q_NORM, K_NORM
+        )
+        rows = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [MMA_ROWS, D])
+        thread_barrier()
+        queries.store(rows)
+        lines_of(lines, MMA_ROWS * D, MMA_ROWS * D).index(0).store(gl.reshape(rows, [MMA_ROWS * D]))
+        thread_barrier()
+        q = queries.load(LEFT)
+        end = gl.minimum(first + length, num_spans)
+        if end == num_spans:
+            store_key_value(cache, plane, kv_index, slot, kv_head, low, high, NUM_KV, GROUP, D)
+        m = gl.full([MMA_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+        total = gl.zeros([MMA_ROWS], gl.float32, gl.SliceLayout(1, MMA))
+        acc = gl.zeros([MMA_ROWS, D], gl.float32, MMA)
+        for span in range(first, end):
+            for stage in gl.static_range(SPAN_STAGES):
+                wait_full(full, index + stage, STAGES)
+            if span == num_spans - 1:
+                place = position % SPAN
+                for kind in range(2):  # key, value
+                    block = blocks.index((index + BLOCKS * kind + place // KEYS) % STAGES)
+                    replace_row(block, place % KEYS, heads.index(GROUP + kind))
+                thread_barrier()
+            m1, total1, acc1 = attend_span(q, blocks, index, span, position, scale, D, STAGES)
+            release(empty, index, SPAN_STAGES, STAGES)
+            index += SPAN_STAGES
+            m, a, b = merge_factors(m, m1)
+            total = total * a + total1 * b
+            acc = acc * a[:, None] + acc1 * b[:, None]
+        g = gl.arange(0, MMA_ROWS, layout=gl.SliceLayout(1, MMA))
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, MMA))
+        row_head = kv_head * GROUP + g
+        inside, _ = gl.broadcast((g < GROUP)[:, None], acc)
+        if num_spans <= length:
+            normalised = (acc / total[:, None] + 0.0).to(BF16)
+            gl.store(out + row_head[:, None] * D + d[None, :], normalised, mask=inside)
+        else:
+            at = row_head * spans + first
+            gl.store(parts + at[:, None] * D + d[None, :], acc, mask=inside)
+            gl.store(stats + at * 2, m, mask=g < GROUP)
+            gl.store(stats + at * 2 + 1, total, mask=g < GROUP)
+    return index
+
+
+@gluon.jit
+def merge_spans(parts, stats, out, num_spans, spans, COLUMNS: gl.constexpr, D: gl.constexpr):
+    """Merge all spans of the COLUMNS columns of this program, of one head."""
+    head = gl.program_id(0) * COLUMNS // D
+    column = gl.program_id(0) * COLUMNS % D + gl.arange(0, COLUMNS, layout=COLUMNS_LAYOUT)
+    parts += head * spans * D + column
+    stats += head * spans * 2
+    m = gl.full([COLUMNS], float("-inf"), gl.float32, COLUMNS_LAYOUT)
+    total = gl.zeros([COLUMNS], gl.float32, COLUMNS_LAYOUT)
+    acc = gl.zeros([COLUMNS], gl.float32, COLUMNS_LAYOUT)
+    for first in range(0, num_spans, MERGED_SPANS):
+        loaded = ()
+        for s in gl.static_range(MERGED_SPANS):
+            exists = column * 0 + first + s < num_spans
+            at = stats + (first + s) * 2 + column * 0
+            m1 = gl.load(at, mask=exists, other=float("-inf"), cache_modifier=".cg")
+            total1 = gl.load(at + 1, mask=exists, other=0.0, cache_modifier=".cg")
+            acc1 = gl.load(parts + (first + s) * D, mask=exists, other=0.0, cache_modifier=".cg")
+            loaded = loaded + ((m1, total1, acc1),)
+        for s in gl.static_range(MERGED_SPANS):
+            m, a, b = merge_factors(m, loaded[s][0])
+            total = total * a + loaded[s][1] * b
+            acc = acc * a + loaded[s][2] * b
+    gl.store(out + head * D + column, (acc / total + 0.0).to(BF16))

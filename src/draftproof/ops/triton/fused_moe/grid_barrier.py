@@ -1,0 +1,68 @@
+"""Grid barrier between the programs of one launch: a counter of arrivals, see `fused/barrier.py`.
+
+The warps that compute are the first ones of a program, so its first thread is one of them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from draftproof.ops.triton.attention.kv_rings import thread_barrier
+
+COUNTER_STRIDE = gl.constexpr(32)  # int32 elements, so that counters are on different cache lines
+
+
+@gluon.jit
+def arrive(counter, count):
+    """Add `count` arrivals with release semantics: the stores of this program precede them."""
+    thread_barrier()
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first; .reg .u32 id;
+        mov.u32 id, %tid.x;
+        setp.eq.u32 first, id, 0;
+        @first red.release.gpu.global.add.u32 [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [counter.to(gl.int64), count], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait(counter, goal):
+    """Wait for `goal` arrivals, with acquire semantics."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred more; .reg .u32 value;
+        mov.u32 value, %tid.x;
+        setp.ne.u32 more, value, 0;
+        @more bra done;
+        again:
+        ld.acquire.gpu.global.u32 value, [$1];
+        setp.lt.u32 more, value, $2;
+        @more bra again;
+        done:
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [counter.to(gl.int64), goal], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    thread_barrier()
+
+
+@gluon.jit
+def synchronise(counter, goal):
+    """Arrive and wait until every program has arrived; return the new goal."""
+    goal += gl.num_programs(0)
+    arrive(counter, 1)
+    wait(counter, goal)
+    return goal
+
+
+@gluon.jit
+def reset(counter):
+    """Set the counters to zero in the last program, for the next launch."""
+    num_left = gl.atomic_add(counter + COUNTER_STRIDE, 1, sem="acq_rel", scope="gpu")
+    if num_left == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + COUNTER_STRIDE, 0)

@@ -1,0 +1,211 @@
+"""Launcher of the kernel in `layers.py`: what it supports, its scratch and its address tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from draftproof.ops import Attention, Layer, Moe, Rows
+from draftproof.ops.triton.attention.online_softmax import LOG2_E, SPAN
+from draftproof.ops.triton.attention.splitkv import scratch_fits
+from draftproof.ops.triton.fused_moe.experts import INNER_WIDTH, ROUTER_COLUMNS
+from draftproof.ops.triton.fused_moe.grid_barrier import COUNTER_STRIDE
+from draftproof.ops.triton.fused_moe.layers import fused_moe_kernel
+from draftproof.ops.triton.fused_moe.ring import MMA_ROWS, STAGE_ROWS
+from draftproof.ops.triton.gemm.weight import PackedLinear
+from draftproof.ops.triton.kernel_utils import ALIGNMENT, INTERPRETED, LaunchContext, launch_options
+from draftproof.ops.triton.moe.op import PackedRouter
+
+PROGRAMS = 128  # at most one per SM; each computes the same number of columns of a product
+STAGES = 11  # of the ring
+MIN_SHARED_BYTES = 227 << 10  # of shared memory for a program
+REGISTERS = 168  # of a thread, on average of the warps that compute and those that copy
+COPY_REGISTERS = 104  # of a thread that copies
+TABLE_FIELDS = 11  # of a layer in the address table
+
+
+class Shape(NamedTuple):
+    """Sizes of a layer that the kernel is compiled for."""
+
+    hidden: int
+    num_experts: int
+    top_k: int
+    inner: int
+    num_q: int
+    num_kv: int
+    dim: int
+    has_q_norm: bool
+    has_k_norm: bool
+    normalizes: bool
+    scale: float  # of the scores of attention
+    route_scale: float
+
+    @property
+    def width(self) -> int:
+        """Return the columns of all query heads."""
+        return self.num_q * self.dim
+
+    @property
+    def columns(self) -> tuple[int, int, int]:
+        """Return the columns of a program: of the output, of gate, and of q, k and v."""
+        heads = self.num_q + 2 * self.num_kv
+        return (
+            self.hidden // PROGRAMS,
+            self.top_k * self.inner // PROGRAMS,
+            heads * self.dim // PROGRAMS,
+        )
+
+
+def shape_of(layer: Layer) -> Shape | None:
+    """Return the shape of a layer if the kernel supports it."""
+    attention, moe = layer.attention, layer.mlp
+    if (
+        not isinstance(moe, Moe)
+        or not isinstance(attention, Attention)
+        or not isinstance(moe.router, PackedRouter)
+    ):
+        return None
+    weights = (attention.qkv, attention.out, moe.router.linear, moe.gate_up, moe.down)
+    if not all(isinstance(each, PackedLinear) and is_plain(each) for each in weights):
+        return None
+    rule, heads = moe.routing, attention.heads
+    if (rule.scoring, rule.num_groups) != ("softmax", 1) or moe.activation != "silu":
+        return None
+    absent = (
+        moe.correction, moe.shared, moe.part, attention.q_row_norm, attention.sinks, layer.token_norm,
+        layer.attention_output_norm, layer.mlp_output_norm,
+    )  # fmt: skip
+    if any(each is not None for each in absent) or heads.window or heads.value_dim:
+        return None
+    if layer.attention_norm is None or layer.mlp_norm is None or layer.residual_scale != 1.0:
+        return None
+    shape = Shape(
+        moe.down.columns // rule.num_experts, rule.num_experts, rule.top_k, moe.down.depth, heads.num_q,
+        heads.num_kv, heads.dim, attention.q_norm is not None, attention.k_norm is not None, rule.normalize,
+        heads.scale, rule.scale,
+    )  # fmt: skip
+    return shape if fits(shape) else None
+
+
+def is_plain(packed: PackedLinear) -> bool:
+    """Return whether a weight is in bf16 and has no bias."""
+    return packed.format is None and packed.bias is None and packed.weight.dtype == torch.bfloat16
+
+
+def fits(shape: Shape) -> bool:
+    """Return whether the products of a layer can be divided between programs and stages of the ring."""
+    out, gate, qkv = shape.columns
+    products = (shape.top_k * shape.inner, (shape.num_q + 2 * shape.num_kv) * shape.dim)
+    return (
+        shape.dim == 128
+        and shape.num_q // shape.num_kv + 2 <= MMA_ROWS
+        and all(columns % PROGRAMS == 0 for columns in products)
+        and out * shape.top_k == STAGE_ROWS
+        and out in (8, 16, 32)
+        and shape.hidden % 1024 == 0
+        and shape.width % 1024 == 0
+        and shape.width // PROGRAMS <= shape.dim
+        and shape.inner % INNER_WIDTH.value == 0
+        and shape.inner % gate == 0
+        and max(gate, qkv) <= STAGE_ROWS // 2
+        and shape.num_experts in (32, 64, 128, 256)
+        and PROGRAMS % (shape.num_experts // ROUTER_COLUMNS.value) == 0
+        and PROGRAMS % shape.num_kv == 0
+    )
+
+
+def addresses(layer: Layer, cache: Tensor) -> list[int]:
+    """Return the table row of a layer: norms, norms of q and k, cache, weights in the order of stages."""
+    attention, moe = layer.attention, layer.mlp
+    assert isinstance(moe, Moe) and isinstance(attention, Attention), "checked by `supports`"
+    tensors = (
+        layer.attention_norm, layer.mlp_norm, attention.q_norm, attention.k_norm, cache,
+        attention.qkv.weight, attention.out.weight, moe.router.linear.weight, moe.gate_up.weight,
+        moe.down.weight,
+    )  # fmt: skip
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+class FusedMoeLayers:
+    """Launcher of the kernel; it owns the scratch and the address tables."""
+
+    def __init__(self, launch: LaunchContext) -> None:
+        self._launch = launch
+        chip = launch.chip
+        self.is_supported = (
+            not INTERPRETED
+            and chip.capability == (9, 0)
+            and chip.num_sms >= PROGRAMS
+            and chip.shared_per_program >= MIN_SHARED_BYTES
+        )
+        self._counter = torch.zeros(2 * COUNTER_STRIDE.value, dtype=torch.int32, device=launch.device)
+        self._scratch: dict[tuple[Shape, int], list[Tensor]] = {}
+        self._tables: dict[tuple[int, ...], Tensor] = {}
+
+    def supports(self, x: Tensor, layers: Sequence[Layer]) -> bool:
+        """Return whether the kernel runs these layers: one bf16 row, layers of one supported shape."""
+        if not self.is_supported or len(x) != 1 or x.dtype != torch.bfloat16:
+            return False
+        shapes = {shape_of(layer) for layer in layers}
+        return len(shapes) == 1 and None not in shapes
+
+    def _table(self, layers: Sequence[Layer], caches: Sequence[Tensor], taps: Sequence[int]) -> Tensor | None:
+        """Return the address table [layers, TABLE_FIELDS]; None if it would have to be built in a capture."""
+        lines = [addresses(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
+        if any(address % ALIGNMENT for line in lines for address in line):
+            return None
+        for i, line in enumerate(lines):
+            line.append(taps.index(i) if i in taps else -1)
+        key = tuple(address for line in lines for address in line)
+        if key not in self._tables:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            self._tables[key] = torch.tensor(lines, dtype=torch.int64).to(self._launch.device)
+        return self._tables[key]
+
+    def _buffers(self, shape: Shape, spans: int) -> list[Tensor]:
+        """Return the scratch: middle, qkv, mixed, parts, stats, logits, inner; see the kernel."""
+        if (shape, spans) not in self._scratch:
+            bf16, fp32 = torch.bfloat16, torch.float32
+            sizes = (
+                (shape.hidden, bf16), ((shape.num_q + 2 * shape.num_kv) * shape.dim, bf16),
+                (shape.width, bf16), (shape.width * spans, fp32), (shape.num_q * spans * 2, fp32),
+                (shape.num_experts, fp32), (shape.top_k * shape.inner, bf16),
+            )  # fmt: skip
+            self._scratch[shape, spans] = [self._launch.empty((size,), dtype) for size, dtype in sizes]
+        return self._scratch[shape, spans]
+
+    def __call__(
+        self, x: Tensor, layers: Sequence[Layer], rows: Rows, rope: Tensor, caches: Sequence[Tensor],
+        eps: float, taps: Sequence[int] = (), embedding: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Run all layers on x [1, hidden] in place; return the taps [1, taps, hidden].
+
+        None: nothing was run. No supported layer reads `embedding`.
+        """
+        shape = shape_of(layers[0])
+        assert shape is not None, "checked by `supports`"
+        heads, cache = layers[0].attention.heads, caches[0]
+        page_size, max_pages = cache.shape[2], rows.page_table.shape[1]
+        spans = triton.cdiv(max_pages * page_size, SPAN)
+        table = self._table(layers, caches, taps)
+        if table is None or not scratch_fits(1, heads, spans):
+            return None
+        tapped = torch.empty((1, len(taps), x.shape[1]), dtype=x.dtype, device=x.device)
+        out, gate, qkv = shape.columns
+        fused_moe_kernel[(PROGRAMS,)](
+            table, x, *self._buffers(shape, spans), tapped if taps else x, rows.positions, rows.slots,
+            rows.kv_index, rows.page_table, rope, self._counter, len(layers), max_pages, cache.stride(0),
+            spans, shape.top_k, shape.inner // INNER_WIDTH.value, eps, heads.scale * LOG2_E,
+            shape.route_scale,
+            H=shape.hidden, E=shape.num_experts, TOP_K=shape.top_k, INNER=shape.inner, NUM_KV=shape.num_kv,
+            GROUP=shape.num_q // shape.num_kv, D=shape.dim, PAGE=page_size, OUT=out, GATE=gate, QKV=qkv,
+            Q_NORM=shape.has_q_norm, K_NORM=shape.has_k_norm, NORMALIZE=shape.normalizes, STAGES=STAGES,
+            FIELDS=TABLE_FIELDS, COPY_REGISTERS=COPY_REGISTERS, launch_cooperative_grid=True,
+            **launch_options(False, num_warps=4, enable_fp_fusion=False, maxnreg=REGISTERS),
+        )  # fmt: skip
+        return tapped

@@ -1,0 +1,40 @@
+"""RMS norm of one row with the bits of `elementwise.py`: its reduction tree, continued over lines."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from draftproof.ops.triton.fused_moe.ring import BF16, CHUNK, ROWS_LAYOUT, load_lines
+
+
+@gluon.jit
+def tree_sum_rows(x):
+    """Do `elementwise.tree_sum_rows`."""
+    M: gl.constexpr = x.shape[0]
+    LEVELS: gl.constexpr = x.shape[1].bit_length() - 1
+    for _ in gl.static_range(LEVELS):
+        x = gl.sum(gl.reshape(x, [M, x.shape[1] // 2, 2]), axis=2)
+    return gl.reshape(x, [M])
+
+
+@gluon.jit
+def tree_sum(x):
+    """Return the sum of x [N] by the same tree."""
+    return gl.sum(tree_sum_rows(gl.reshape(x, [1, x.shape[0]])), axis=0)
+
+
+@gluon.jit
+def load_weight(weight, LENGTH: gl.constexpr):
+    """Load the weight of a norm [LENGTH // CHUNK, CHUNK]; before a barrier, since it is not in the cache."""
+    i = gl.arange(0, LENGTH // CHUNK, layout=gl.SliceLayout(1, ROWS_LAYOUT))
+    j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ROWS_LAYOUT))
+    return gl.load(weight + i[:, None] * CHUNK + j[None, :])
+
+
+@gluon.jit
+def normed_lines(row, weight, eps, LENGTH: gl.constexpr):
+    """Return the norm of a row of LENGTH elements with a loaded weight, as [LENGTH // CHUNK, CHUNK]."""
+    x = load_lines(row, LENGTH).to(gl.float32)
+    scale = gl.rsqrt(tree_sum(tree_sum_rows(x * x)) / LENGTH + eps)
+    return ((x * scale).to(BF16).to(gl.float32) * weight.to(gl.float32)).to(BF16)
