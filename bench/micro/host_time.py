@@ -132,7 +132,7 @@ def watched(llm: LLM) -> Clocks:
             ("release", loop.release, "release_finished"),
             ("finish", loop, "_finish_requests"),
         ),
-        *(("finish", loop.scheduler, "finish_keep_pages"), ("release", loop.scheduler, "release_pages")),
+        *(("finish", loop.scheduler, "remove_running"), ("release", loop.scheduler, "release_pages")),
         *(("pool inserts", pool, "_insert"), ("pool adds", pool, "add"), ("pool sends", pool, "send")),
         ("meanwhile", loop.scheduler, "meanwhile"),
         *(("proposer start", proposer, "start"), ("proposer idle work", proposer, "do_idle_work")),

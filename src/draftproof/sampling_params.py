@@ -203,7 +203,7 @@ class SamplingParams:
 
     @property
     def speculation(self) -> SpeculativeParams:
-        """`speculative`, which an instance holds parsed."""
+        """Return the parsed options of `speculative`."""
         assert isinstance(self.speculative, SpeculativeParams)
         return self.speculative
 

@@ -293,14 +293,14 @@ def test_no_token_is_returned_after_the_finish(spec):
 
 
 def test_control_unreleased_request_is_detected(monkeypatch):
-    whole = Scheduler._leave
+    whole = Scheduler._remove_from_running
 
-    def broken(self, sequence):
-        slot = sequence.slot
-        whole(self, sequence)
-        self.mirror.generation[slot] -= 1
+    def broken(self, sequences):
+        slots = [sequence.slot for sequence in sequences]
+        whole(self, sequences)
+        self.mirror.generation[slots] -= 1
 
-    monkeypatch.setattr(Scheduler, "_leave", broken)
+    monkeypatch.setattr(Scheduler, "_remove_from_running", broken)
     assert errors_after_finish(None) and errors_after_finish(JUNK)
 
 

@@ -113,14 +113,14 @@ def test_bits_are_those_of_separate_ops(ops: Any, name: str, qk_norms: bool, nor
         rows = make_rows(position)
         before, after = [cache.clone() for cache in caches], [cache.clone() for cache in caches]
         want = run(ops, layers, rows, before, fused=False, taps=(0, 2))
-        for _ in range(5):  # other programs are first
+        for _ in range(5):  # programs run in another order
             got = run(ops, layers, rows, after, fused=True, taps=(0, 2))
             assert all(map(torch.equal, got, want)), position
         assert all(map(torch.equal, after, before)), position
     assert not ops.forward._fused_moe._counter.any()
 
 
-def test_a_barrier_that_does_not_wait_is_noticed(ops: Any) -> None:
+def test_a_barrier_that_does_not_wait_is_detected(ops: Any) -> None:
     """Control: a counter that begins with the arrivals of one barrier lets programs pass each one early."""
     layers, rows = make_layers(ops, "qwen3-30b-a3b"), make_rows(150)
     want = run(ops, layers, rows, make_caches(layers), fused=False)

@@ -169,7 +169,7 @@ class RequestQueue:
         length = int(self.mirror.length[sequence.slot])
         ids = sequence.ids if length == len(sequence.ids) else self.slots.read(sequence.slot, length)
         self.prefix_cache.remember(sequence, ids, computed)
-        self._leave([sequence])
+        self._remove_from_running([sequence])
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
     def remove(self, sequence: Sequence) -> None:
@@ -191,7 +191,7 @@ class RequestQueue:
             sequence.pages = []
         for sequence in sequences:
             self._record_end(sequence)
-        self._leave(sequences)
+        self._remove_from_running(sequences)
         for sequence, pages, num_published in kept:
             sequence.pages, sequence.num_published_pages = pages, num_published
 
@@ -207,14 +207,15 @@ class RequestQueue:
         self.pages.release(sequence.pages)
         sequence.pages = []
 
-    def _leave(self, sequences: Many[Sequence]) -> None:
+    def _remove_from_running(self, sequences: Many[Sequence]) -> None:
         """Remove requests from the running ones, all at once."""
         if not sequences:
             return
         self.version += 1
-        slots, leaves = [sequence.slot for sequence in sequences], np.zeros(len(self.mirror.length), np.bool_)
-        leaves[slots] = True
-        self._lines = self._lines[~leaves[self._lines]]
+        slots = [sequence.slot for sequence in sequences]
+        is_removed = np.zeros(len(self.mirror.length), np.bool_)
+        is_removed[slots] = True
+        self._lines = self._lines[~is_removed[self._lines]]
         self.mirror.generation[slots] += 1
         for sequence in sequences:
             self.slots.free(sequence.slot)

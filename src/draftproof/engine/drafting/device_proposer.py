@@ -175,7 +175,7 @@ class DraftRunner:
             self.slots.ops.rounds.join_features(needed, self._features)
 
     def begin_step(self) -> None:
-        """Reset what the model does behind a step."""
+        """Reset the rounds and the seconds of the draft model."""
         self._queued_rounds, self._seconds = 0, 0.0
 
     def spec(

@@ -104,7 +104,7 @@ class PackedResults:
         return self
 
     def unpack(self, data: Tensor, has_drafts: bool) -> HostResults:
-        """Return the arrays in the host copy of `data`; without `has_drafts` none of those about drafts."""
+        """Return the arrays in the host copy of `data`. Without `has_drafts`, fields of drafts are None."""
         row, copies = data.numpy(), self._copies
         logprobs = _logprob_columns(self._logprobs, row) if self._logprobs else {}
         if not has_drafts or not (copies or self._draft_targets):

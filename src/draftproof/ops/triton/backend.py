@@ -42,7 +42,8 @@ class TritonOps(Ops):
     `pdl` launches kernels early where rows are few (programmatic dependent launch, Hopper and newer).
     `cublas`: where cuBLAS may be used, see `gemm/cublas`; by default where its bits are proven equal to
     those of the Triton kernels, or, with numerics="fast", where it was measured to be faster.
-    `one_launch`: run all layers in one kernel where it supports them (few rows of a small model).
+    `one_launch`: run all layers in one kernel where one supports them: few rows of a small model, one row of
+    a mixture of experts.
     """
 
     name: ClassVar[str] = "triton"

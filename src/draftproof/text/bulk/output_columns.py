@@ -125,7 +125,7 @@ class OutputColumns:
         counters[:, NUM_DRAFTED] += _sums(lines, drafted, num_lines)
         counters[:, NUM_ACCEPTED_DRAFTS] += _sums(lines, accepted, num_lines)
         np.maximum.at(counters[:, MAX_DRAFTED], lines, drafted)
-        # number of steps in which a line had so many accepted drafts, then in which it had at least as many
+        # steps by number of accepted drafts, then cumulative from the largest number
         steps = np.bincount(lines * (width + 1) + accepted, minlength=num_lines * (width + 1))
         self._accepted_at += steps.reshape(num_lines, -1)[:, :0:-1].cumsum(1)[:, ::-1]
         is_predicted = self._prediction == 0 if source is None else source[:, 0] == self._prediction
@@ -190,7 +190,7 @@ class OutputColumns:
         terms = np.zeros((1 + int(sizes.max()), len(lines)))  # trailing zeros change no bit
         terms[0] = self._totals[lines]
         own = self._logprobs.token_logprobs[at]
-        own[np.repeat(self._logprob_form[lines] == 0, sizes)] = 0.0  # left by earlier outputs
+        own[np.repeat(self._logprob_form[lines] == 0, sizes)] = 0.0  # values of earlier outputs
         terms[1 + place, np.repeat(np.arange(len(lines)), sizes)] = own
         self._totals[lines] = np.add.accumulate(terms)[-1]
 

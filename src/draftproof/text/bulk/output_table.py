@@ -26,7 +26,7 @@ from draftproof.types import NUM_ACCEPTED, NUM_OUT, TOKENS, LogprobKind, Request
 
 MIN_LINE_TOKENS = 256
 MAX_BATCHED_STEPS = 32
-MAX_BATCHED_CELLS = 32768
+MAX_BATCHED_CELLS = 32768  # numbers that are appended together
 FIXED_CELLS_PER_TOKEN = 8  # cost of a token beside its logprobs, in cells
 MAX_DEFERRED_CLOSES = 16
 # a line is flushed for the first time this many tokens before the output reaches max_tokens ...

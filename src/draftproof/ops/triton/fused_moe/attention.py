@@ -26,12 +26,13 @@ from draftproof.ops.triton.fused_moe.ring import (
     wait_full,
 )
 
-KEYS = gl.constexpr(64)  # of a block; see `online_softmax.KEYS`
+KEYS = gl.constexpr(64)  # keys of a block; see `online_softmax.KEYS`
 SPAN = gl.constexpr(128)  # tokens of a span; see `online_softmax.SPAN`
-BLOCKS = gl.constexpr(2)  # of a span
-SPAN_STAGES = gl.constexpr(4)  # blocks of keys, then of values
+BLOCKS = gl.constexpr(2)  # blocks of a span
+SPAN_STAGES = gl.constexpr(4)  # stages of a span: blocks of keys, then of values
 FEW_SPANS = gl.constexpr(2)  # spans that one item computes in turn: cheaper than a merge between programs
-MERGED_SPANS = gl.constexpr(4)  # of a step of the merge, whose loads overlap
+MERGED_SPANS = gl.constexpr(4)  # spans of a step of the merge, whose loads overlap
+# Layout of a block [KEYS, D], and of the columns of a merge.
 BLOCK_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 COLUMNS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -72,7 +73,7 @@ def copy_spans(
 
 @gluon.jit
 def load_head_norms(q_norm, k_norm, D: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr):
-    """Load both halves [D // 2] of the norm weights of q, then of k; any tensors where there is no norm."""
+    """Load both halves [D // 2] of the norm weights of q, then of k; unused values without a norm."""
     j = gl.arange(0, D // 2, layout=gl.SliceLayout(0, ROWS_LAYOUT))
     q1 = gl.load(q_norm + j) if Q_NORM else j
     q2 = gl.load(q_norm + D // 2 + j) if Q_NORM else j

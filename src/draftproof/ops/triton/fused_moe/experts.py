@@ -28,13 +28,11 @@ from draftproof.ops.triton.fused_moe.ring import (
     store_first_row,
     wait_full,
 )
+from draftproof.ops.triton.moe.routing import LOWEST, MIN_WEIGHT_SUM, SIGN_MASK, TAKEN
 
 ROUTER_COLUMNS = gl.constexpr(8)  # experts whose logits one program computes: the minimum of the tensor core
 INNER_WIDTH = gl.constexpr(256)  # columns of the rows of down that are copied together
-LOWEST = gl.constexpr(-3.0e38)  # the constants of `moe/routing.py`
-MIN_WEIGHT_SUM = gl.constexpr(1e-20)
-SIGN_MASK = gl.constexpr(0x7FFFFFFF)
-TAKEN = gl.constexpr(-(1 << 31))
+# Layout of the rows of down, and of the experts by rank.
 INNER_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 RANKS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 

@@ -15,17 +15,18 @@ from draftproof.ops.triton.attention.splitkv import scratch_fits
 from draftproof.ops.triton.fused_moe.experts import INNER_WIDTH, ROUTER_COLUMNS
 from draftproof.ops.triton.fused_moe.grid_barrier import COUNTER_STRIDE
 from draftproof.ops.triton.fused_moe.layers import fused_moe_kernel
-from draftproof.ops.triton.fused_moe.ring import MMA_ROWS, STAGE_ROWS
+from draftproof.ops.triton.fused_moe.ring import CHUNK, MMA_ROWS, STAGE_ROWS
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.kernel_utils import ALIGNMENT, INTERPRETED, LaunchContext, launch_options
+from draftproof.ops.triton.kernel_utils import ALIGNMENT, INTERPRETED, LaunchContext, next_power_of_two
 from draftproof.ops.triton.moe.op import PackedRouter
 
-PROGRAMS = 128  # at most one per SM; each computes the same number of columns of a product
-STAGES = 11  # of the ring
-MIN_SHARED_BYTES = 227 << 10  # of shared memory for a program
-REGISTERS = 168  # of a thread, on average of the warps that compute and those that copy
-COPY_REGISTERS = 104  # of a thread that copies
-TABLE_FIELDS = 11  # of a layer in the address table
+PROGRAMS = 128  # programs, at most one per SM
+STAGES = 11  # stages of the ring
+SHARED_BYTES = 227 << 10  # shared memory of a program
+OTHER_SHARED_BYTES = 4096  # shared memory besides the ring, the row and the rows of down
+REGISTERS = 168  # registers of a thread, on average of the warps that compute and those that copy
+COPY_REGISTERS = 104  # registers of a thread that copies
+TABLE_FIELDS = 11  # fields of a layer in the address table
 
 
 class Shape(NamedTuple):
@@ -48,6 +49,24 @@ class Shape(NamedTuple):
     def width(self) -> int:
         """Return the columns of all query heads."""
         return self.num_q * self.dim
+
+    @property
+    def weight_sizes(self) -> list[tuple[int, int]]:
+        """Return the sizes of the weights: QKV, output, router, gate and up, down."""
+        return [
+            ((self.num_q + 2 * self.num_kv) * self.dim, self.hidden),
+            (self.hidden, self.width),
+            (self.num_experts, self.hidden),
+            (self.num_experts * 2 * self.inner, self.hidden),
+            (self.num_experts * self.hidden, self.inner),
+        ]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the shared memory of a program."""
+        row = max(self.hidden, self.width, MMA_ROWS.value * self.dim)
+        elements = STAGES * STAGE_ROWS.value * CHUNK.value + row + MMA_ROWS.value * self.inner
+        return 2 * elements + OTHER_SHARED_BYTES
 
     @property
     def columns(self) -> tuple[int, int, int]:
@@ -81,14 +100,16 @@ def shape_of(layer: Layer) -> Shape | None:
     )  # fmt: skip
     if any(each is not None for each in absent) or heads.window or heads.value_dim:
         return None
-    if layer.attention_norm is None or layer.mlp_norm is None or layer.residual_scale != 1.0:
+    if layer.attention_norm is None or layer.mlp_norm is None or layer.residual_is_normed:
         return None
     shape = Shape(
         moe.down.columns // rule.num_experts, rule.num_experts, rule.top_k, moe.down.depth, heads.num_q,
         heads.num_kv, heads.dim, attention.q_norm is not None, attention.k_norm is not None, rule.normalize,
         heads.scale, rule.scale,
     )  # fmt: skip
-    return shape if fits(shape) else None
+    sizes = [tuple(each.weight.shape) for each in weights]
+    is_same = layer.residual_scale == 1.0 and sizes == shape.weight_sizes
+    return shape if is_same and fits(shape) else None
 
 
 def is_plain(packed: PackedLinear) -> bool:
@@ -102,16 +123,19 @@ def fits(shape: Shape) -> bool:
     products = (shape.top_k * shape.inner, (shape.num_q + 2 * shape.num_kv) * shape.dim)
     return (
         shape.dim == 128
-        and shape.num_q // shape.num_kv + 2 <= MMA_ROWS
+        and shape.shared_bytes <= SHARED_BYTES
+        and shape.num_q == next_power_of_two(shape.num_q)
+        and shape.num_q % shape.num_kv == 0
+        and shape.num_q // shape.num_kv + 2 <= MMA_ROWS.value
         and all(columns % PROGRAMS == 0 for columns in products)
-        and out * shape.top_k == STAGE_ROWS
+        and out * shape.top_k == STAGE_ROWS.value
         and out in (8, 16, 32)
         and shape.hidden % 1024 == 0
         and shape.width % 1024 == 0
         and shape.width // PROGRAMS <= shape.dim
         and shape.inner % INNER_WIDTH.value == 0
         and shape.inner % gate == 0
-        and max(gate, qkv) <= STAGE_ROWS // 2
+        and max(gate, qkv) <= STAGE_ROWS.value // 2
         and shape.num_experts in (32, 64, 128, 256)
         and PROGRAMS % (shape.num_experts // ROUTER_COLUMNS.value) == 0
         and PROGRAMS % shape.num_kv == 0
@@ -131,7 +155,7 @@ def addresses(layer: Layer, cache: Tensor) -> list[int]:
 
 
 class FusedMoeLayers:
-    """Launcher of the kernel; it owns the scratch and the address tables."""
+    """Launcher of the kernel, with its scratch and its address tables."""
 
     def __init__(self, launch: LaunchContext) -> None:
         self._launch = launch
@@ -140,7 +164,7 @@ class FusedMoeLayers:
             not INTERPRETED
             and chip.capability == (9, 0)
             and chip.num_sms >= PROGRAMS
-            and chip.shared_per_program >= MIN_SHARED_BYTES
+            and chip.shared_per_program >= SHARED_BYTES
         )
         self._counter = torch.zeros(2 * COUNTER_STRIDE.value, dtype=torch.int32, device=launch.device)
         self._scratch: dict[tuple[Shape, int], list[Tensor]] = {}
@@ -167,9 +191,14 @@ class FusedMoeLayers:
             self._tables[key] = torch.tensor(lines, dtype=torch.int64).to(self._launch.device)
         return self._tables[key]
 
-    def _buffers(self, shape: Shape, spans: int) -> list[Tensor]:
-        """Return the scratch: middle, qkv, mixed, parts, stats, logits, inner; see the kernel."""
+    def _buffers(self, shape: Shape, spans: int) -> list[Tensor] | None:
+        """Return the scratch: middle, qkv, mixed, parts, stats, logits, inner; see the kernel.
+
+        None if it would have to be allocated in a capture, whose memory other graphs may reuse.
+        """
         if (shape, spans) not in self._scratch:
+            if torch.cuda.is_current_stream_capturing():
+                return None
             bf16, fp32 = torch.bfloat16, torch.float32
             sizes = (
                 (shape.hidden, bf16), ((shape.num_q + 2 * shape.num_kv) * shape.dim, bf16),
@@ -192,20 +221,23 @@ class FusedMoeLayers:
         heads, cache = layers[0].attention.heads, caches[0]
         page_size, max_pages = cache.shape[2], rows.page_table.shape[1]
         spans = triton.cdiv(max_pages * page_size, SPAN)
-        table = self._table(layers, caches, taps)
-        if table is None or not scratch_fits(1, heads, spans):
+        has_one_layout = len({each.shape for each in caches}) == 1
+        if not has_one_layout or not scratch_fits(1, heads, spans):
+            return None
+        table, scratch = self._table(layers, caches, taps), self._buffers(shape, spans)
+        if table is None or scratch is None:
             return None
         tapped = torch.empty((1, len(taps), x.shape[1]), dtype=x.dtype, device=x.device)
         out, gate, qkv = shape.columns
         fused_moe_kernel[(PROGRAMS,)](
-            table, x, *self._buffers(shape, spans), tapped if taps else x, rows.positions, rows.slots,
+            table, x, *scratch, tapped if taps else x, rows.positions, rows.slots,
             rows.kv_index, rows.page_table, rope, self._counter, len(layers), max_pages, cache.stride(0),
             spans, shape.top_k, shape.inner // INNER_WIDTH.value, eps, heads.scale * LOG2_E,
             shape.route_scale,
             H=shape.hidden, E=shape.num_experts, TOP_K=shape.top_k, INNER=shape.inner, NUM_KV=shape.num_kv,
             GROUP=shape.num_q // shape.num_kv, D=shape.dim, PAGE=page_size, OUT=out, GATE=gate, QKV=qkv,
             Q_NORM=shape.has_q_norm, K_NORM=shape.has_k_norm, NORMALIZE=shape.normalizes, STAGES=STAGES,
-            FIELDS=TABLE_FIELDS, COPY_REGISTERS=COPY_REGISTERS, launch_cooperative_grid=True,
-            **launch_options(False, num_warps=4, enable_fp_fusion=False, maxnreg=REGISTERS),
+            FIELDS=TABLE_FIELDS, COPY_REGISTERS=COPY_REGISTERS, num_warps=4, enable_fp_fusion=False,
+            maxnreg=REGISTERS, launch_cooperative_grid=True,
         )  # fmt: skip
         return tapped

@@ -7,7 +7,7 @@ and the same choice of experts, and its own columns of each product. Four warps 
 stage that reads them, see `ring.py`.
 
 Bits equal those of the separate ops. Written in Gluon, which Triton's interpreter does not run. The size of
-the code matters: each stage runs once a layer, so its instructions have left the cache.
+the code matters: each stage runs once a layer, so its instructions are no longer in the instruction cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.extra import cuda
 
 from draftproof.ops.triton.attention.kv_rings import thread_barrier
 from draftproof.ops.triton.fused_moe import experts
@@ -45,7 +44,7 @@ from draftproof.ops.triton.fused_moe.ring import (
     store_lines,
 )
 
-QKV_TURN = gl.constexpr(1)
+QKV_TURN = gl.constexpr(1)  # stages of the QKV weight that are loaded together
 
 
 @gluon.jit
@@ -72,7 +71,7 @@ def copy_layers(
     GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, OUT: gl.constexpr, GATE: gl.constexpr,
     QKV: gl.constexpr, STAGES: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
-    """Copy what the stages of all layers read, in their order: weights, and keys of earlier passes."""
+    """Copy what the stages of all layers read, in their order: weights, keys and values of earlier passes."""
     program = gl.program_id(0)
     Q: gl.constexpr = NUM_KV * GROUP * D
     OUT_CHUNKS: gl.constexpr = STAGE_ROWS // OUT  # of a stage of the output projection
@@ -144,7 +143,7 @@ def compute_layers(
     H: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, INNER: gl.constexpr, NUM_KV: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, OUT: gl.constexpr, GATE: gl.constexpr, QKV: gl.constexpr,
     Q_NORM: gl.constexpr, K_NORM: gl.constexpr, NORMALIZE: gl.constexpr, STAGES: gl.constexpr,
-    FIELDS: gl.constexpr, PDL: gl.constexpr,
+    FIELDS: gl.constexpr,
 ):  # fmt: skip
     """Compute the stages of all layers."""
     program = gl.program_id(0)
@@ -153,8 +152,6 @@ def compute_layers(
     queries = inner_rows._reinterpret(
         BF16, [MMA_ROWS, D], gl.NVMMASharedLayout.get_default_for([MMA_ROWS, D], BF16)
     )
-    if PDL:
-        cuda.gdc_wait()
     position = gl.load(positions).to(gl.int32)
     slot, kv_index = gl.load(slots), gl.load(kv_indices)
     columns = program * OUT + gl.arange(0, OUT, layout=gl.SliceLayout(0, MMA))
@@ -213,16 +210,16 @@ def fused_moe_kernel(
     H: gl.constexpr, E: gl.constexpr, TOP_K: gl.constexpr, INNER: gl.constexpr, NUM_KV: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, OUT: gl.constexpr, GATE: gl.constexpr,
     QKV: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr, NORMALIZE: gl.constexpr,
-    STAGES: gl.constexpr, FIELDS: gl.constexpr, COPY_REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, FIELDS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Run all layers on the row x [H] in place; OUT, GATE and QKV: columns of a program.
+    """Run all layers on the row x [H] in place.
+
+    OUT, GATE, QKV: columns of a program in the output, in gate or up, and in q, k and v.
 
     taps [_, H]: the residual after the layers that have a tap. parts, stats: see `online_softmax`.
     """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WIDTH: gl.constexpr = experts.INNER_WIDTH
-    if PDL:
-        cuda.gdc_launch_dependents()
     ring, full, empty = make_ring(STAGES)
     # the row of a product, or the heads of an item of attention
     LINES: gl.constexpr = max(H, NUM_KV * GROUP * D, MMA_ROWS * D) // CHUNK
@@ -242,7 +239,7 @@ def fused_moe_kernel(
                               slots, kv_indices, rope, counter, ring, lines, inner_rows, outputs, ids,
                               weights, full, empty, routed, num_layers, plane, spans, top_k, num_down_steps,
                               eps, scale, route_scale, H, E, TOP_K, INNER, NUM_KV, GROUP, D, OUT, GATE, QKV,
-                              Q_NORM, K_NORM, NORMALIZE, STAGES, FIELDS, PDL)),
+                              Q_NORM, K_NORM, NORMALIZE, STAGES, FIELDS)),
             (copy_layers, (table, page_table, positions, slots, ring, ids, full, empty, routed, num_layers,
                            max_pages, plane, H, E, TOP_K, INNER, NUM_KV, GROUP, D, PAGE, OUT, GATE, QKV,
                            STAGES, FIELDS)),

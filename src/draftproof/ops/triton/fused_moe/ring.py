@@ -1,11 +1,11 @@
 """Ring of weights, keys and values in shared memory, and the GEMM of one row that reads it.
 
 A stage of the ring holds STAGE_ROWS rows of 64 bf16 columns. Four warps copy stages in the order in which
-four others compute with them, and are ahead by as many stages as the ring has. Weights depend on nothing but
-the routing, so they are copied while the computing warps wait for other programs.
+four others compute with them, and are ahead by as many stages as the ring has. Only the weights of experts
+depend on the routing, so others are copied while the computing warps wait for other programs.
 
-The row is every row of the left operand: the tensor core multiplies 16 rows at least. Sums over k have the
-order of `gemm/dense.py`.
+All 16 rows of the left operand are copies of the row: the tensor core multiplies 16 rows at least. Sums over
+k have the order of `gemm/dense.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from draftproof.ops.triton.attention.kv_rings import thread_barrier
 
 BF16 = gl.bfloat16
-STAGE_ROWS = gl.constexpr(128)
+STAGE_ROWS = gl.constexpr(128)  # rows of a stage
 CHUNK = gl.constexpr(64)  # columns of a row in a stage
-COPY_THREADS = gl.constexpr(128)
+COPY_THREADS = gl.constexpr(128)  # threads that copy: four warps
 # Rows of a stage, divided between four warps.
 ROWS_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # Result of a product, the left and the right operand.
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]), 2))
-MMA_ROWS = gl.constexpr(16)
+MMA_ROWS = gl.constexpr(16)  # rows of the left operand: the minimum of the tensor core
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ def make_ring(STAGES: gl.constexpr):
 
 @gluon.jit
 def blocks_of(ring, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Return the memory of a ring as COUNT blocks [ROWS, WIDTH]; the chunks of a block follow each other."""
+    """Return the memory of a ring as COUNT blocks [ROWS, WIDTH]; the chunks of a block are contiguous."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], BF16)
     return ring._reinterpret(BF16, [COUNT, ROWS, WIDTH], layout)
 
