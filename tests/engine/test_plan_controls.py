@@ -86,7 +86,7 @@ def admit_from_the_end_of_the_queue(whole, self, rows):
         (FastPath, "_repeat", repeat_plans_without_counting_room, None),
         (FastPath, "plan", repeat_plans_of_other_requests, None),
         (Scheduler, "_admit", publish_pages_at_admission, "KV of another text"),
-        (Scheduler, "_leave", lose_a_page_of_a_preempted_request, None),
+        (Scheduler, "_remove_from_running", lose_a_page_of_a_preempted_request, None),
         (Scheduler, "_preempt", preempt_the_best_rank, "preempted"),
         (Scheduler, "_admit_all", admit_from_the_end_of_the_queue, "before its turn"),
     ],
@@ -133,7 +133,7 @@ def test_drafts_that_outgrow_their_pages_are_detected(monkeypatch):
 
 
 def test_page_released_twice_is_detected_by_the_state_machine(monkeypatch):
-    whole = Scheduler._leave
+    whole = Scheduler._remove_from_running
 
     def broken(self, sequences):
         pages = [page for sequence in sequences for page in sequence.pages]
@@ -141,7 +141,7 @@ def test_page_released_twice_is_detected_by_the_state_machine(monkeypatch):
         whole(self, sequences)
         self.pages.release(shared[:1])
 
-    monkeypatch.setattr(Scheduler, "_leave", broken)
+    monkeypatch.setattr(Scheduler, "_remove_from_running", broken)
     with pytest.raises(AssertionError, match="miscounted|released twice|KV of another text"):
         # Hypothesis generates other examples when other modules are loaded
         run_state_machine(max_examples=2000)

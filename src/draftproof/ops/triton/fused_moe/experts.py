@@ -44,7 +44,7 @@ def router_logits(
     """Store the logits of the experts of this program; return the next index of the ring."""
     PER_STAGE: gl.constexpr = STAGE_ROWS // ROUTER_COLUMNS * CHUNK // 256
     acc, index = multiply(
-        lines_of(lines, H, 256), ring, full, empty, index, ROUTER_COLUMNS, PER_STAGE, 1, STAGES
+        lines_of(lines, H, 256), ring, full, empty, index, ROUTER_COLUMNS, PER_STAGE, STAGES
     )
     store_first_row(logits + gl.program_id(0) * ROUTER_COLUMNS, acc, ROUTER_COLUMNS)
     return index
@@ -93,7 +93,7 @@ def gate_up(
 
     The first half of a stage is rows of gate, the second of up.
     """
-    acc, index = multiply(lines_of(lines, H, CHUNK), ring, full, empty, index, STAGE_ROWS, 1, 1, STAGES)
+    acc, index = multiply(lines_of(lines, H, CHUNK), ring, full, empty, index, STAGE_ROWS, 1, STAGES)
     gate, up = gl.split(gl.permute(gl.reshape(acc, [MMA_ROWS, 2, STAGE_ROWS // 2]), (0, 2, 1)))
     gate, up = gate.to(BF16).to(gl.float32), up.to(BF16).to(gl.float32)
     activated = (gate / (1.0 + gl.exp(-gate)) * up).to(BF16)

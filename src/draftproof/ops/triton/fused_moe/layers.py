@@ -44,8 +44,6 @@ from draftproof.ops.triton.fused_moe.ring import (
     store_lines,
 )
 
-QKV_TURN = gl.constexpr(1)  # stages of the QKV weight that are loaded together
-
 
 @gluon.jit
 def tensor_at(table, layer, field: gl.constexpr, FIELDS: gl.constexpr):
@@ -118,9 +116,7 @@ def attention_stage(
 ):  # fmt: skip
     """Norm, QKV and attention of the row x; return the new goal and the next index of the ring."""
     store_lines(lines, normed_lines(x, norm, eps, H))
-    acc, index = multiply(
-        lines_of(lines, H, 2 * CHUNK), ring, full, empty, index, STAGE_ROWS // 2, 1, QKV_TURN, STAGES
-    )
+    acc, index = multiply(lines_of(lines, H, 2 * CHUNK), ring, full, empty, index, STAGE_ROWS // 2, 1, STAGES)
     store_first_row(qkv + gl.program_id(0) * QKV, acc.to(BF16), QKV)
     head_norms = load_head_norms(q_norm, k_norm, D, Q_NORM, K_NORM)
     goal = synchronise(counter, goal)
@@ -172,7 +168,7 @@ def compute_layers(
         store_lines(lines, load_lines(mixed, Q))
         before = gl.load(x + columns, cache_modifier=".cg").to(gl.float32)
         acc, index = multiply(
-            lines_of(lines, Q, 4 * CHUNK), ring, full, empty, index, OUT, STAGE_ROWS // (4 * OUT), 1, STAGES
+            lines_of(lines, Q, 4 * CHUNK), ring, full, empty, index, OUT, STAGE_ROWS // (4 * OUT), STAGES
         )
         store_first_row(middle + program * OUT, (acc.to(BF16).to(gl.float32) + before[None, :]).to(BF16), OUT)
         weight = load_weight(mlp_norm, H)

@@ -84,34 +84,22 @@ def repeated_row(line):
 
 
 @gluon.jit
-def multiply(
-    lines, ring, full, empty, index, N: gl.constexpr, PER_STAGE: gl.constexpr, PER_TURN: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def multiply(lines, ring, full, empty, index, N: gl.constexpr, PER_STAGE: gl.constexpr, STAGES: gl.constexpr):
     """Multiply the row in lines [COUNT, WIDTH] by COUNT blocks [N, WIDTH] of the ring, PER_STAGE in a stage.
 
-    Return the product, the same [N] in MMA_ROWS rows, and the next index. PER_TURN stages are waited for
-    together; the blocks of a turn that are last in their stage are loaded before any of them is multiplied.
+    Return the product, the same [N] in MMA_ROWS rows, and the next index.
     """
     blocks = blocks_of(ring, STAGES * PER_STAGE, N, lines.shape[1])
     acc = gl.zeros([MMA_ROWS, N], gl.float32, MMA)
-    for i in range(lines.shape[0] // (PER_STAGE * PER_TURN)):
-        for s in gl.static_range(PER_TURN):
-            wait_full(full, index + s, STAGES)
-        operands = ()
-        for b in gl.static_range(PER_STAGE * PER_TURN):
-            row = repeated_row(lines.index(i * (PER_STAGE * PER_TURN) + b))
-            block = (index + b // PER_STAGE) % STAGES * PER_STAGE + b % PER_STAGE
-            operand = blocks.index(block).permute((1, 0)).load(RIGHT)
-            if PER_TURN > 1:
-                operands = operands + ((row, operand),)
-            if b == PER_STAGE * PER_TURN - 1:
-                release(empty, index, PER_TURN, STAGES)
-            if PER_TURN == 1:
-                acc = mma_v2(row, operand, acc)
-        for b in gl.static_range(len(operands)):
-            acc = mma_v2(operands[b][0], operands[b][1], acc)
-        index += PER_TURN
+    for i in range(lines.shape[0] // PER_STAGE):
+        wait_full(full, index, STAGES)
+        for b in gl.static_range(PER_STAGE):
+            row = repeated_row(lines.index(i * PER_STAGE + b))
+            block = blocks.index(index % STAGES * PER_STAGE + b).permute((1, 0)).load(RIGHT)
+            if b == PER_STAGE - 1:
+                release(empty, index, 1, STAGES)
+            acc = mma_v2(row, block, acc)
+        index += 1
     return acc, index
 
 
