@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from draftproof import LLM, SamplingParams
 from draftproof.models.config import ModelConfig
 from draftproof.models.gguf import cache_files, mapped_weights, packed_store
+from draftproof.models.gguf.block_checksum import BLOCK_BYTES, BlockChecksum, checksum_of_file
 from draftproof.models.gguf.packed_store import PackedStore
 from draftproof.models.load import Checkpoint, load_checkpoint
 from draftproof.models.registry import create_model
@@ -169,3 +171,24 @@ def test_file_with_mixed_types_is_exact_under_speculation(tmp_path: Path) -> Non
             outputs = llm.generate(prompts, params, use_tqdm=False)
         found.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
     assert found[0] == found[1]
+
+
+def test_checksum_does_not_depend_on_the_division_into_pieces(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 3 * BLOCK_BYTES + 77, np.uint8).tobytes()
+    path = tmp_path / "data"
+    path.write_bytes(b"head" + data + b"tail")
+    want = checksum_of_file(path, 4, 4 + len(data))
+    for size in (1, 1000, BLOCK_BYTES, BLOCK_BYTES + 1, len(data)):
+        checksum = BlockChecksum()
+        for first in range(0, len(data), size):
+            checksum.add(memoryview(data)[first : first + size])
+        assert checksum.value() == want, size
+    for place in (0, BLOCK_BYTES - 1, BLOCK_BYTES, len(data) - 1):
+        damaged = bytearray(data)
+        damaged[place] ^= 1
+        path.write_bytes(b"head" + damaged)
+        assert checksum_of_file(path, 4, 4 + len(data)) != want, place
+    path.write_bytes(b"head" + data[BLOCK_BYTES:] + data[:BLOCK_BYTES])
+    assert checksum_of_file(path, 4, 4 + len(data)) != want
+    path.write_bytes(b"head" + data[:-1])
+    assert checksum_of_file(path, 4, 4 + len(data)) != want

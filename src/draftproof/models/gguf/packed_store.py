@@ -23,13 +23,14 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from draftproof.models.gguf.block_checksum import BlockChecksum, checksum_of_file
 from draftproof.models.gguf.cache_files import TEMPORARY_PREFIX, cached_file, record_use, remove_unused
 from draftproof.models.gguf.mapped_weights import GGUFWeight, chunk_ranges, decode_range
 from draftproof.models.weight_formats import WeightTensor
 from draftproof.ops import Ops, PackedState
 
 FOLDER = "packed"  # in the cache folder
-VERSION = 2  # of the decoding; the packed form has a version of its own
+VERSION = 3  # of the decoding and the checksums; the packed form has a version of its own
 TAIL = struct.Struct("<8sQQI")  # magic, place and bytes of the index, checksum of the index
 MAGIC = b"DPPACK01"
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY  # a tensor begins on a page of its own
@@ -109,16 +110,17 @@ class PackedStore:
             return None
         try:
             self._file.seek(-(-self._file.tell() // PAGE_BYTES) * PAGE_BYTES)
-            entry: dict[str, Any] = {"begin": self._file.tell(), "columns": 0, "shape": [0], "checksum": 0}
+            entry: dict[str, Any] = {"begin": self._file.tell(), "columns": 0, "shape": [0]}
+            checksum = BlockChecksum()
             for state in states:
                 data = state.weight.contiguous().view(torch.uint8).numpy().data
-                entry["checksum"] = zlib.crc32(data, entry["checksum"])
+                checksum.add(data.cast("B"))
                 entry["columns"] += state.columns
                 entry["shape"] = [entry["shape"][0] + len(state.weight), *state.weight.shape[1:]]
                 entry["values"] = state.values
                 self._file.write(data)
             self._file.flush()
-            return entry | {"end": self._file.tell()}
+            return entry | {"end": self._file.tell(), "checksum": checksum.value()}
         except OSError as error:
             self._fail(error)
             return None
@@ -172,18 +174,13 @@ def _read(path: Path) -> tuple[mmap.mmap | None, dict[str, dict[str, Any]]]:
         if magic != MAGIC or zlib.crc32(text) != checksum:
             raise ValueError("the index is damaged")
         index: dict[str, dict[str, Any]] = json.loads(text)
-        view = memoryview(data)
 
         def is_intact(entry: dict[str, Any]) -> bool:
-            return bool(zlib.crc32(view[entry["begin"] : entry["end"]]) == entry["checksum"])
+            return bool(checksum_of_file(path, entry["begin"], entry["end"]) == entry["checksum"])
 
-        with ThreadPoolExecutor(THREADS) as pool:  # this pass also reads the file into memory
+        with ThreadPoolExecutor(THREADS) as pool:  # this pass also reads the file into the page cache
             if not all(pool.map(is_intact, index.values())):
                 raise ValueError("a tensor is damaged")
-        if hasattr(
-            mmap, "MADV_DONTNEED"
-        ):  # pages become resident again as they are used: few of an embedding
-            data.madvise(mmap.MADV_DONTNEED)
         return data, index
     except (OSError, ValueError, struct.error) as error:
         _LOG.warning("packing again: %s: %s", path, error)

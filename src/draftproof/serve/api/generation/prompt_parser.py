@@ -182,7 +182,7 @@ class PromptParser:
     def check_characters(self, size: int, name: str, max_tokens: int | None = None) -> None:
         """Reject a text that cannot fit into `max_tokens` (default: of a prompt) before tokenizing it."""
         limit = max_tokens or self._settings.max_prompt_tokens or self._llm.limits.max_model_len
-        if size > limit * self.tokenizer.longest:
+        if size > limit and size > limit * self.tokenizer.longest:
             raise ApiError(400, f"{name}: {size} characters are more than {limit} tokens", name, TOO_LONG)
 
     def check_length(self, prompt: ParsedPrompt, name: str = "prompt") -> None:
