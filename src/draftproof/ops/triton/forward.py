@@ -268,9 +268,9 @@ class TritonForward(TritonLatent, TritonMoe):
         residual = kernel_utils.matrix("residual", residual)
         rope = kernel_utils.matrix("rope", rope, None, FP32)
         is_quantized = any(kv_format(cache.dtype) is not None for cache in caches)
-        kernels = (self._fused_moe, self._fused_layers)
+        kernels = (self._fused_moe, self._fused_layers) if self.one_launch and not is_quantized else ()
         kernel = next((each for each in kernels if each.supports(residual, layers)), None)
-        if not self.one_launch or is_quantized or kernel is None:
+        if kernel is None:
             return None
         for layer, cache in zip(layers, caches, strict=True):
             check_rows(rows, len(residual), layer.attention.heads, cache, residual.dtype)

@@ -10,21 +10,45 @@ import triton
 import triton.language as tl
 
 
+def arrive_ptx(count: str) -> tl.constexpr:
+    """Return the assembly with which the first thread of a program adds `count` to the counter at $1."""
+    return tl.constexpr(
+        f"""{{
+        .reg .pred first; .reg .u32 id;
+        mov.u32 id, %tid.x;
+        setp.eq.u32 first, id, 0;
+        @first red.release.gpu.global.add.u32 [$1], {count};
+        mov.u32 $0, 0;
+        }}"""
+    )
+
+
+ARRIVE_PTX = arrive_ptx("1")
+# The first thread of a program waits until the counter at $1 has reached $2.
+WAIT_PTX = tl.constexpr(
+    """{
+    .reg .pred more; .reg .u32 value;
+    mov.u32 value, %tid.x;
+    setp.ne.u32 more, value, 0;
+    @more bra done;
+    again:
+    ld.acquire.gpu.global.u32 value, [$1];
+    setp.lt.u32 more, value, $2;
+    @more bra again;
+    done:
+    mov.u32 $0, 0;
+    }"""
+)
+
+
 @triton.jit
 def arrive(counter, GRID_SYNC: tl.constexpr):
     """Increment the counter with release semantics: the stores of this program precede the increment."""
     if GRID_SYNC:
         tl.debug_barrier()
         tl.inline_asm_elementwise(
-            """{
-            .reg .pred first; .reg .u32 id;
-            mov.u32 id, %tid.x;
-            setp.eq.u32 first, id, 0;
-            @first red.release.gpu.global.add.u32 [$1], 1;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l", [counter.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            ARRIVE_PTX, "=r,l", [counter.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -32,20 +56,8 @@ def wait(counter, goal, GRID_SYNC: tl.constexpr):
     """Wait until the counter has reached `goal`, with acquire semantics."""
     if GRID_SYNC:
         tl.inline_asm_elementwise(
-            """{
-            .reg .pred more; .reg .u32 value;
-            mov.u32 value, %tid.x;
-            setp.ne.u32 more, value, 0;
-            @more bra done;
-            again:
-            ld.acquire.gpu.global.u32 value, [$1];
-            setp.lt.u32 more, value, $2;
-            @more bra again;
-            done:
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [counter.to(tl.int64), goal], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            WAIT_PTX, "=r,l,r", [counter.to(tl.int64), goal], dtype=tl.int32, is_pure=False, pack=1
+        )
         tl.debug_barrier()
 
 

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from draftproof.ops import LatentAttention, Layer, Mlp, Rows
 from draftproof.ops.triton.attention import splitkv
+from draftproof.ops.triton.fused.address_tables import AddressTables
 from draftproof.ops.triton.fused.attention import attention_stage, list_work_items
 from draftproof.ops.triton.fused.barrier import wait
 from draftproof.ops.triton.fused.gemm import add_linear_stage, gate_up_stage, qkv_stage
 from draftproof.ops.triton.gemm.select import Epilogue, supports_fused
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.kernel_utils import ALIGNMENT, INTERPRETED, Chip, next_power_of_two
+from draftproof.ops.triton.kernel_utils import INTERPRETED, Chip, next_power_of_two
 
 BM = 16  # rows of an item
 BN = 32  # columns of an item; of paired columns half as many and their partners
@@ -174,7 +175,7 @@ class FusedLayersKernel:
         )
         self._held: list[Tensor] = []  # captured graphs may still use replaced scratch
         self._scratch: dict[str, Tensor] = {}
-        self._tables: dict[tuple[int, ...], Tensor] = {}
+        self._tables = AddressTables(device)
         self._counter = torch.zeros(2 * COUNTER_STRIDE, dtype=torch.int32, device=device)
 
     def supports(self, x: Tensor, layers: Sequence[Layer]) -> bool:
@@ -195,26 +196,13 @@ class FusedLayersKernel:
             self._held.append(found)
         return found
 
-    def _table(self, layers: Sequence[Layer], caches: Sequence[Tensor], taps: Sequence[int]) -> Tensor | None:
-        """Return the address table [layers, TABLE_FIELDS]; None if it would have to be built in a capture."""
-        lines = [_addresses(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
-        if any(address % ALIGNMENT for line in lines for address in line):
-            return None
-        for i, line in enumerate(lines):
-            line.append(taps.index(i) if i in taps else -1)
-        key = tuple(address for line in lines for address in line)
-        if key not in self._tables:
-            if not INTERPRETED and torch.cuda.is_current_stream_capturing():
-                return None
-            self._tables[key] = torch.tensor(lines, dtype=torch.int64).to(self.device)
-        return self._tables[key]
-
     def __call__(
         self, x: Tensor, layers: Sequence[Layer], rows: Rows, rope: Tensor, caches: Sequence[Tensor],
         eps: float, taps: Sequence[int] = (), embedding: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Run all layers on x in place and return the taps [R, taps, hidden]; None: nothing was run."""
-        table = self._table(layers, caches, taps)
+        addresses = [_addresses(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
+        table = self._tables.table(addresses, taps)
         fits = (
             splitkv.scratch_fits(MAX_ROWS, layer.attention.heads, _spans(rows, cache))
             for layer, cache in zip(layers, caches, strict=True)

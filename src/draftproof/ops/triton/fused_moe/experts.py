@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 
+from draftproof.ops.triton import elementwise
 from draftproof.ops.triton.attention.kv_rings import thread_barrier
 from draftproof.ops.triton.fused_moe.norms import tree_sum
 from draftproof.ops.triton.fused_moe.ring import (
@@ -28,13 +29,17 @@ from draftproof.ops.triton.fused_moe.ring import (
     store_first_row,
     wait_full,
 )
-from draftproof.ops.triton.moe.routing import LOWEST, MIN_WEIGHT_SUM, SIGN_MASK, TAKEN
+from draftproof.ops.triton.moe import routing
+from draftproof.ops.triton.moe.routing import LOWEST, MIN_WEIGHT_SUM, TAKEN
 
 ROUTER_COLUMNS = gl.constexpr(8)  # experts whose logits one program computes: the minimum of the tensor core
 INNER_WIDTH = gl.constexpr(256)  # columns of the rows of down that are copied together
 # Layout of the rows of down, and of the experts by rank.
 INNER_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 RANKS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+order_keys = gluon.jit(routing.order_keys.fn)
+act_gate = gluon.jit(elementwise.act_gate.fn)
 
 
 @gluon.jit
@@ -61,8 +66,7 @@ def select_experts(
     scores = gl.exp(logit - gl.max(logit, axis=0))
     scores = scores / tree_sum(scores)
     choice = gl.where(scores >= LOWEST, scores, LOWEST)  # NaN as well
-    bits = choice.to(gl.int32, bitcast=True)
-    keys = bits ^ ((bits >> 31) & SIGN_MASK)
+    keys = order_keys(choice)
     score_bits = scores.to(gl.int32, bitcast=True)
     rank_column = gl.arange(0, TOP_K, layout=layout)
     chosen_experts = gl.zeros([TOP_K], gl.int32, layout)
@@ -96,7 +100,7 @@ def gate_up(
     acc, index = multiply(lines_of(lines, H, CHUNK), ring, full, empty, index, STAGE_ROWS, 1, STAGES)
     gate, up = gl.split(gl.permute(gl.reshape(acc, [MMA_ROWS, 2, STAGE_ROWS // 2]), (0, 2, 1)))
     gate, up = gate.to(BF16).to(gl.float32), up.to(BF16).to(gl.float32)
-    activated = (gate / (1.0 + gl.exp(-gate)) * up).to(BF16)
+    activated = act_gate(gate, up, "silu").to(BF16)
     store_first_row(inner + gl.program_id(0) * COLUMNS, activated, COLUMNS)
     return index
 

@@ -9,7 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from draftproof.ops.triton.attention.kv_rings import thread_barrier
+from draftproof.ops.triton.fused.barrier import WAIT_PTX, arrive_ptx
 
+ARRIVE_COUNT_PTX = arrive_ptx("$2")
 COUNTER_STRIDE = gl.constexpr(32)  # int32 elements, so that counters are on different cache lines
 
 
@@ -18,35 +20,16 @@ def arrive(counter, count):
     """Add `count` arrivals with release semantics: the stores of this program precede them."""
     thread_barrier()
     gl.inline_asm_elementwise(
-        """{
-        .reg .pred first; .reg .u32 id;
-        mov.u32 id, %tid.x;
-        setp.eq.u32 first, id, 0;
-        @first red.release.gpu.global.add.u32 [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [counter.to(gl.int64), count], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        ARRIVE_COUNT_PTX, "=r,l,r", [counter.to(gl.int64), count], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def wait(counter, goal):
     """Wait for `goal` arrivals, with acquire semantics."""
     gl.inline_asm_elementwise(
-        """{
-        .reg .pred more; .reg .u32 value;
-        mov.u32 value, %tid.x;
-        setp.ne.u32 more, value, 0;
-        @more bra done;
-        again:
-        ld.acquire.gpu.global.u32 value, [$1];
-        setp.lt.u32 more, value, $2;
-        @more bra again;
-        done:
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [counter.to(gl.int64), goal], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        WAIT_PTX, "=r,l,r", [counter.to(gl.int64), goal], dtype=gl.int32, is_pure=False, pack=1
+    )
     thread_barrier()
 
 

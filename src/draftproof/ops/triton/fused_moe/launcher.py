@@ -12,12 +12,13 @@ from torch import Tensor
 from draftproof.ops import Attention, Layer, Moe, Rows
 from draftproof.ops.triton.attention.online_softmax import LOG2_E, SPAN
 from draftproof.ops.triton.attention.splitkv import scratch_fits
+from draftproof.ops.triton.fused.address_tables import AddressTables
 from draftproof.ops.triton.fused_moe.experts import INNER_WIDTH, ROUTER_COLUMNS
 from draftproof.ops.triton.fused_moe.grid_barrier import COUNTER_STRIDE
 from draftproof.ops.triton.fused_moe.layers import fused_moe_kernel
 from draftproof.ops.triton.fused_moe.ring import CHUNK, MMA_ROWS, STAGE_ROWS
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.kernel_utils import ALIGNMENT, INTERPRETED, LaunchContext, next_power_of_two
+from draftproof.ops.triton.kernel_utils import INTERPRETED, LaunchContext, next_power_of_two
 from draftproof.ops.triton.moe.op import PackedRouter
 
 PROGRAMS = 128  # programs, at most one per SM
@@ -168,7 +169,7 @@ class FusedMoeLayers:
         )
         self._counter = torch.zeros(2 * COUNTER_STRIDE.value, dtype=torch.int32, device=launch.device)
         self._scratch: dict[tuple[Shape, int], list[Tensor]] = {}
-        self._tables: dict[tuple[int, ...], Tensor] = {}
+        self._tables = AddressTables(launch.device)
 
     def supports(self, x: Tensor, layers: Sequence[Layer]) -> bool:
         """Return whether the kernel runs these layers: one bf16 row, layers of one supported shape."""
@@ -176,20 +177,6 @@ class FusedMoeLayers:
             return False
         shapes = {shape_of(layer) for layer in layers}
         return len(shapes) == 1 and None not in shapes
-
-    def _table(self, layers: Sequence[Layer], caches: Sequence[Tensor], taps: Sequence[int]) -> Tensor | None:
-        """Return the address table [layers, TABLE_FIELDS]; None if it would have to be built in a capture."""
-        lines = [addresses(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
-        if any(address % ALIGNMENT for line in lines for address in line):
-            return None
-        for i, line in enumerate(lines):
-            line.append(taps.index(i) if i in taps else -1)
-        key = tuple(address for line in lines for address in line)
-        if key not in self._tables:
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            self._tables[key] = torch.tensor(lines, dtype=torch.int64).to(self._launch.device)
-        return self._tables[key]
 
     def _buffers(self, shape: Shape, spans: int) -> list[Tensor] | None:
         """Return the scratch: middle, qkv, mixed, parts, stats, logits, inner; see the kernel.
@@ -218,13 +205,14 @@ class FusedMoeLayers:
         """
         shape = shape_of(layers[0])
         assert shape is not None, "checked by `supports`"
-        heads, cache = layers[0].attention.heads, caches[0]
+        cache = caches[0]
         page_size, max_pages = cache.shape[2], rows.page_table.shape[1]
         spans = triton.cdiv(max_pages * page_size, SPAN)
         has_one_layout = len({each.shape for each in caches}) == 1
-        if not has_one_layout or not scratch_fits(1, heads, spans):
+        if not has_one_layout or not scratch_fits(1, layers[0].attention.heads, spans):
             return None
-        table, scratch = self._table(layers, caches, taps), self._buffers(shape, spans)
+        lines = [addresses(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
+        table, scratch = self._tables.table(lines, taps), self._buffers(shape, spans)
         if table is None or scratch is None:
             return None
         tapped = torch.empty((1, len(taps), x.shape[1]), dtype=x.dtype, device=x.device)
@@ -232,7 +220,7 @@ class FusedMoeLayers:
         fused_moe_kernel[(PROGRAMS,)](
             table, x, *scratch, tapped if taps else x, rows.positions, rows.slots,
             rows.kv_index, rows.page_table, rope, self._counter, len(layers), max_pages, cache.stride(0),
-            spans, shape.top_k, shape.inner // INNER_WIDTH.value, eps, heads.scale * LOG2_E,
+            spans, shape.top_k, shape.inner // INNER_WIDTH.value, eps, shape.scale * LOG2_E,
             shape.route_scale,
             H=shape.hidden, E=shape.num_experts, TOP_K=shape.top_k, INNER=shape.inner, NUM_KV=shape.num_kv,
             GROUP=shape.num_q // shape.num_kv, D=shape.dim, PAGE=page_size, OUT=out, GATE=gate, QKV=qkv,

@@ -5,17 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from draftproof.ops.triton import elementwise
 from draftproof.ops.triton.fused_moe.ring import BF16, CHUNK, ROWS_LAYOUT, load_lines
 
-
-@gluon.jit
-def tree_sum_rows(x):
-    """Do `elementwise.tree_sum_rows`."""
-    M: gl.constexpr = x.shape[0]
-    LEVELS: gl.constexpr = x.shape[1].bit_length() - 1
-    for _ in gl.static_range(LEVELS):
-        x = gl.sum(gl.reshape(x, [M, x.shape[1] // 2, 2]), axis=2)
-    return gl.reshape(x, [M])
+tree_sum_rows = gluon.jit(elementwise.tree_sum_rows.fn)
 
 
 @gluon.jit
