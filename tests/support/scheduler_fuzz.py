@@ -235,7 +235,7 @@ class FuzzRun:
             self.scheduler.remove(sequence)
         else:  # keep pages for the prefix cache, as the loop does
             ids = self.state[sequence.slot].ids
-            self.scheduler.remove_running([sequence], [True])
+            self.scheduler.remove_running([sequence], [sequence])
             self.scheduler.release_pages(sequence, ids)
 
     def check_waiting_times(self) -> None:

@@ -178,16 +178,15 @@ class RequestQueue:
             (self.held if sequence in self.held else self.waiting).remove(sequence)
             self._record_end(sequence)
         else:
-            self.remove_running([sequence], [False])
+            self.remove_running([sequence])
 
-    def remove_running(self, sequences: Many[Sequence], keeps_pages: Many[bool]) -> None:
-        """Remove running requests and free their slots; some keep their pages until `release_pages`."""
-        kept = [
-            (s, s.pages, s.num_published_pages)
-            for s, keeps in zip(sequences, keeps_pages, strict=True)
-            if keeps
-        ]
-        for sequence, _, _ in kept:
+    def remove_running(self, sequences: Many[Sequence], keeping_pages: Many[Sequence] = ()) -> None:
+        """Remove running requests and free their slots.
+
+        Those in `keeping_pages` keep their pages until `release_pages`.
+        """
+        kept = [(sequence, sequence.pages, sequence.num_published_pages) for sequence in keeping_pages]
+        for sequence in keeping_pages:
             sequence.pages = []
         for sequence in sequences:
             self._record_end(sequence)

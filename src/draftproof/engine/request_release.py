@@ -89,7 +89,8 @@ class RequestRelease:
         is_copied = self._queue_copies(sequences, keeps_pages)
         for sequence in sequences:
             self._hooks.stop(sequence.slot)
-        scheduler.remove_running(sequences, keeps_pages if is_copied else [False] * len(sequences))
+        keeping_pages = [sequence for sequence, keeps in zip(sequences, keeps_pages, strict=True) if keeps]
+        scheduler.remove_running(sequences, keeping_pages if is_copied else ())
         self.release_if_idle()
 
     def _has_new_pages(self, sequence: Sequence) -> bool:
