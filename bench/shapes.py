@@ -2,7 +2,7 @@
 
     python bench/shapes.py [--shape llama-3-8b] [--quantization int8] [--kv-cache-dtype fp8]
                            [--parts short] [--batches 1,8,64,256,512] [--contexts 16384]
-                           [--long-batches 1,16] [--distinct-prompts 8]
+                           [--long-batches 1,16] [--distinct-prompts 8] [--weights uniform]
     python bench/shapes.py --shape qwen2.5-7b,mistral-7b,gemma-3-4b,qwen3-8b --parts floor
 
 short: tokens a second of `LLM.generate`, prefill included: prompts of 50 to 1000 tokens, 128 new tokens.
@@ -11,7 +11,8 @@ and its share of the limit by memory bandwidth (weights and KV).
 floor: decoding of one request of 64 tokens alone, and its share of that limit.
 --distinct-prompts: the batch repeats that many prompts. Rows of equal prompts select equal experts, so a step
 of a mixture of experts reads fewer weights; with dummy weights, rows of different prompts select theirs
-independently. No proposer is configured.
+independently. --weights uniform: weights as vLLM draws dummy weights, see `common/uniform_weights.py`. No
+proposer is configured.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from common.measure import finish
 from common.memory_floor import memory_floor
 from common.prompts import chat_prompts
 from common.shapes import SHAPES, write_shape
+from common.uniform_weights import draw_uniform_weights
 
 from draftproof import LLM
 
@@ -49,6 +51,8 @@ def build(options: argparse.Namespace, shape: str, folder: Path, **sizes: Any) -
         enable_prefix_caching=False,
         **sizes,
     )
+    if options.weights == "uniform":
+        draw_uniform_weights(llm)
     print(f"{llm.engine.describe()}: {time.monotonic() - begin:.1f} s to start", flush=True)
     return llm
 
@@ -147,11 +151,14 @@ def main() -> None:
         default=[None],
     )
     parser.add_argument("--distinct-prompts", type=int, default=0, help="0: every prompt differs")
+    parser.add_argument("--weights", choices=("normal", "uniform"), default="normal")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    if options.weights == "uniform" and options.quantization != "none":
+        parser.error("--weights uniform needs --quantization none")
     shared = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
-    shared |= {"distinct_prompts": options.distinct_prompts}
+    shared |= {"distinct_prompts": options.distinct_prompts, "weights": options.weights}
     found = {shape: measure(options, shape) for shape in options.shape}
     if len(found) == 1:
         finish("shapes", {"shape": options.shape[0], **shared, **found[options.shape[0]]})

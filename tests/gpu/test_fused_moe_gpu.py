@@ -132,6 +132,16 @@ def test_a_barrier_that_does_not_wait_is_detected(ops: Any) -> None:
     assert torch.equal(run(ops, layers, rows, make_caches(layers), fused=True)[1], want[1])
 
 
+def test_a_row_of_nan_ends_as_with_separate_ops(ops: Any) -> None:
+    """Logits that are NaN differ from those that are not stored yet."""
+    layers, rows = make_layers(ops, "16 experts of a token"), make_rows(40)
+    norm = layers[0].attention_norm
+    assert norm is not None
+    layers[0] = replace(layers[0], attention_norm=norm * float("nan"))
+    for fused in (False, True):
+        assert run(ops, layers, rows, make_caches(layers), fused)[1].isnan().all()
+
+
 def test_a_row_of_padding_stores_nothing(ops: Any) -> None:
     layers = make_layers(ops, "16 experts of a token")
     caches = make_caches(layers)

@@ -14,11 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from draftproof.ops.triton.attention.kv_rings import finite, thread_barrier
 from draftproof.ops.triton.fused_moe.ring import (
     BF16,
-    LEFT,
-    MMA,
-    MMA_ROWS,
-    RIGHT,
+    CHUNK,
+    COLUMN,
+    MMA_COLUMNS,
+    PRODUCT,
     ROWS_LAYOUT,
+    WEIGHT,
     blocks_of,
     copy_stage,
     lines_of,
@@ -29,18 +30,21 @@ from draftproof.ops.triton.fused_moe.ring import (
 KEYS = gl.constexpr(64)  # keys of a block; see `online_softmax.KEYS`
 SPAN = gl.constexpr(128)  # tokens of a span; see `online_softmax.SPAN`
 BLOCKS = gl.constexpr(2)  # blocks of a span
-SPAN_STAGES = gl.constexpr(4)  # stages of a span: blocks of keys, then of values
+HEAD_ROWS = gl.constexpr(16)  # at most: the query heads of a KV head, its key and its value
+SPAN_STAGES = gl.constexpr(4)  # stages of a span: each block of keys, followed by its values
 FEW_SPANS = gl.constexpr(2)  # spans that one item computes in turn: cheaper than a merge between programs
 MERGED_SPANS = gl.constexpr(4)  # spans of a step of the merge, whose loads overlap
-# Layout of a block [KEYS, D], and of the columns of a merge.
+# Layout of a block [KEYS, D], of 8 rows of a chunk, and of the columns of a merge.
 BLOCK_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+ATOM_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 COLUMNS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def spans_of_item(num_spans):
-    """Return the number of spans of an item."""
-    return gl.where(num_spans <= FEW_SPANS, num_spans, 1)
+def divide_spans(num_spans, NUM_KV: gl.constexpr):
+    """Return the number of items of a row, and the number of spans of an item."""
+    is_few = num_spans <= FEW_SPANS
+    return gl.where(is_few, 1, num_spans) * NUM_KV, gl.where(is_few, num_spans, 1)
 
 
 @gluon.jit
@@ -51,23 +55,19 @@ def copy_spans(
     """Copy the keys before `position` of the items of this program, and their values; return the index."""
     blocks = blocks_of(ring, STAGES, KEYS, D)
     num_spans = position // SPAN + 1
-    length = spans_of_item(num_spans)
+    num_items, length = divide_spans(num_spans, NUM_KV)
     key_in_block = gl.arange(0, KEYS, layout=gl.SliceLayout(1, BLOCK_LAYOUT))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, BLOCK_LAYOUT))
-    for item in range(gl.program_id(0), (num_spans + length - 1) // length * NUM_KV, gl.num_programs(0)):
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         kv_head, first = item % NUM_KV, item // NUM_KV * length
-        for span in range(first, gl.minimum(first + length, num_spans)):
-            page_ids = ()
-            for block in gl.static_range(BLOCKS):
-                key = span * SPAN + block * KEYS + key_in_block
-                page_ids = page_ids + (gl.load(pages + key // PAGE, mask=key < position, other=0),)
-            for stage in gl.static_range(SPAN_STAGES):
-                key = span * SPAN + stage % BLOCKS * KEYS + key_in_block
-                token = page_ids[stage % BLOCKS].to(gl.int64) * PAGE + key % PAGE
-                offset = token * (NUM_KV * D) + kv_head * D + (stage // BLOCKS) * plane
-                exists = (key < position)[:, None] & (d >= 0)[None, :]
-                pointers = cache + offset[:, None] + d[None, :]
-                index = copy_stage(blocks, full, empty, index, pointers, exists, STAGES)
+        for block in range(first * BLOCKS, gl.minimum(first + length, num_spans) * BLOCKS):
+            key = block * KEYS + key_in_block
+            page = gl.load(pages + key // PAGE, mask=key < position, other=0)
+            offset = (page.to(gl.int64) * PAGE + key % PAGE) * (NUM_KV * D)
+            pointers = cache + kv_head * D + offset[:, None] + d[None, :]
+            exists = (key < position)[:, None] & (d >= 0)[None, :]
+            index = copy_stage(blocks, full, empty, index, pointers, exists, STAGES)
+            index = copy_stage(blocks, full, empty, index, pointers + plane, exists, STAGES)
     return index
 
 
@@ -92,7 +92,7 @@ def rotated_heads(
     The layout is that of `rope.py`, because the sum of a head's squares has the tree of the layout.
     """
     MIDDLE: gl.constexpr = D // 2
-    i = gl.arange(0, MMA_ROWS, layout=gl.SliceLayout(1, ROWS_LAYOUT))
+    i = gl.arange(0, HEAD_ROWS, layout=gl.SliceLayout(1, ROWS_LAYOUT))
     j = gl.arange(0, MIDDLE, layout=gl.SliceLayout(0, ROWS_LAYOUT))
     own = gl.where(i == GROUP, kv_head, NUM_KV + kv_head)
     head = gl.where(i < GROUP, kv_head * GROUP + i, NUM_KV * GROUP + own)
@@ -126,7 +126,7 @@ def store_key_value(
     NUM_KV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Store the key and the value of a KV head to the cache, unless the row is padding."""
-    i = gl.arange(0, MMA_ROWS, layout=gl.SliceLayout(1, ROWS_LAYOUT))
+    i = gl.arange(0, HEAD_ROWS, layout=gl.SliceLayout(1, ROWS_LAYOUT))
     j = gl.arange(0, D // 2, layout=gl.SliceLayout(0, ROWS_LAYOUT))
     token = cache + kv_index * (NUM_KV * D) + kv_head * D
     target = token + gl.where(i > GROUP, plane, 0)[:, None] + j[None, :]
@@ -137,34 +137,46 @@ def store_key_value(
 
 
 @gluon.jit
-def replace_row(block, row, line):
-    """Replace row `row` of a block [KEYS, D] in shared memory by `line` [D] in shared memory."""
-    old = block.load(BLOCK_LAYOUT)
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, BLOCK_LAYOUT))
-    new, _ = gl.broadcast(line.load(gl.SliceLayout(0, BLOCK_LAYOUT))[None, :], old)
-    block.store(gl.where((key == row)[:, None], new, old))
+def replace_row(ring, stage, row, lines, first, D: gl.constexpr):
+    """Replace row `row` of the block [KEYS, D] of a stage by the lines [CHUNK] from `first` on.
+
+    Only the atom of the swizzled layout that contains the row is read and written: 8 rows of a chunk.
+    """
+    ATOM: gl.constexpr = 8
+    ATOMS: gl.constexpr = KEYS // ATOM  # of a chunk
+    shape: gl.constexpr = [ring.shape[0] * (D // CHUNK) * ATOMS, ATOM, CHUNK]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ATOM, CHUNK], BF16)
+    atoms = ring._reinterpret(BF16, shape, layout)
+    is_row = (gl.arange(0, ATOM, layout=gl.SliceLayout(1, ATOM_LAYOUT)) == row % ATOM)[:, None]
+    for chunk in range(D // CHUNK):
+        atom = atoms.index((stage * (D // CHUNK) + chunk) * ATOMS + row // ATOM)
+        old = atom.load(ATOM_LAYOUT)
+        new, _ = gl.broadcast(lines.index(first + chunk).load(gl.SliceLayout(0, ATOM_LAYOUT))[None, :], old)
+        atom.store(gl.where(is_row, new, old))
 
 
 @gluon.jit
 def attend_span(q, blocks, index, span, position, scale, D: gl.constexpr, STAGES: gl.constexpr):
-    """Return maximum [16], sum [16] and weighted values [16, D] of a span."""
-    m = gl.full([MMA_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-    sums = gl.zeros([MMA_ROWS, 8], gl.float32, MMA)
-    values = gl.zeros([MMA_ROWS, D], gl.float32, MMA)
-    ones = gl.full([KEYS, 8], 1.0, BF16, RIGHT)
+    """Return maximum [N], sum [N] and weighted values [D, N] of a span for the queries q [D, N]."""
+    N: gl.constexpr = q.shape[1]
+    m = gl.full([N], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCT))
+    sums = gl.zeros([16, N], gl.float32, PRODUCT)
+    values = gl.zeros([D, N], gl.float32, PRODUCT)
+    ones = gl.full([16, KEYS], 1.0, BF16, WEIGHT)
     for block in range(BLOCKS):
-        keys = blocks.index((index + block) % STAGES).permute((1, 0)).load(RIGHT)
-        scores = mma_v2(q, keys, gl.zeros([MMA_ROWS, KEYS], gl.float32, MMA)) * scale
-        key = span * SPAN + block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, MMA))
-        scores = gl.where((key <= position)[None, :], scores, float("-inf"))
-        top = gl.maximum(m, gl.max(scores, axis=1))
+        keys = blocks.index((index + 2 * block) % STAGES).load(WEIGHT)
+        scores = mma_v2(keys, q, gl.zeros([KEYS, N], gl.float32, PRODUCT)) * scale
+        key = span * SPAN + block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, PRODUCT))
+        scores = gl.where((key <= position)[:, None], scores, float("-inf"))
+        top = gl.maximum(m, gl.max(scores, axis=0))
         base = finite(top)
-        weights = gl.convert_layout(gl.exp2(scores - base[:, None]).to(BF16), LEFT)
-        decay = gl.exp2(m - base)[:, None]
+        weights = gl.convert_layout(gl.exp2(scores - base[None, :]).to(BF16), COLUMN)
+        decay = gl.exp2(m - base)[None, :]
         m = top
-        sums = mma_v2(weights, ones, sums * decay)
-        values = mma_v2(weights, blocks.index((index + BLOCKS + block) % STAGES).load(RIGHT), values * decay)
-    return m, gl.max(sums, axis=1), values  # all columns of `sums` are equal
+        sums = mma_v2(ones, weights, sums * decay)
+        block_values = blocks.index((index + 2 * block + 1) % STAGES).permute((1, 0)).load(WEIGHT)
+        values = mma_v2(block_values, weights, values * decay)
+    return m, gl.max(sums, axis=0), values  # all rows of `sums` are equal
 
 
 @gluon.jit
@@ -187,52 +199,53 @@ def attend_items(
     Results go to out [heads, D] where one item has all spans of a head, otherwise to parts and stats, see
     `online_softmax.store_partial`.
     """
+    N: gl.constexpr = MMA_COLUMNS if GROUP <= MMA_COLUMNS else HEAD_ROWS
     blocks = blocks_of(ring, STAGES, KEYS, D)
-    heads = lines_of(lines, MMA_ROWS * D, D)
+    heads = lines_of(lines, HEAD_ROWS * D, CHUNK)
     num_spans = position // SPAN + 1
-    length = spans_of_item(num_spans)
-    for item in range(gl.program_id(0), (num_spans + length - 1) // length * NUM_KV, gl.num_programs(0)):
+    num_items, length = divide_spans(num_spans, NUM_KV)
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         kv_head, first = item % NUM_KV, item // NUM_KV * length
         low, high = rotated_heads(
             qkv, rope, head_norms, position, kv_head, eps, NUM_KV, GROUP, D, Q_NORM, K_NORM
         )
-        rows = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [MMA_ROWS, D])
+        rows = gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [HEAD_ROWS, D])
         thread_barrier()
         queries.store(rows)
-        lines_of(lines, MMA_ROWS * D, MMA_ROWS * D).index(0).store(gl.reshape(rows, [MMA_ROWS * D]))
+        lines_of(lines, HEAD_ROWS * D, HEAD_ROWS * D).index(0).store(gl.reshape(rows, [HEAD_ROWS * D]))
         thread_barrier()
-        q = queries.load(LEFT)
+        q = queries.slice(0, N, dim=0).permute((1, 0)).load(COLUMN)
         end = gl.minimum(first + length, num_spans)
         if end == num_spans:
             store_key_value(cache, plane, kv_index, slot, kv_head, low, high, NUM_KV, GROUP, D)
-        m = gl.full([MMA_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-        total = gl.zeros([MMA_ROWS], gl.float32, gl.SliceLayout(1, MMA))
-        acc = gl.zeros([MMA_ROWS, D], gl.float32, MMA)
+        m = gl.full([N], float("-inf"), gl.float32, gl.SliceLayout(0, PRODUCT))
+        total = gl.zeros([N], gl.float32, gl.SliceLayout(0, PRODUCT))
+        acc = gl.zeros([D, N], gl.float32, PRODUCT)
         for span in range(first, end):
             for stage in gl.static_range(SPAN_STAGES):
                 wait_full(full, index + stage, STAGES)
             if span == num_spans - 1:
                 place = position % SPAN
                 for kind in range(2):  # key, value
-                    block = blocks.index((index + BLOCKS * kind + place // KEYS) % STAGES)
-                    replace_row(block, place % KEYS, heads.index(GROUP + kind))
+                    replaced = (index + 2 * (place // KEYS) + kind) % STAGES
+                    replace_row(ring, replaced, place % KEYS, heads, (GROUP + kind) * (D // CHUNK), D)
                 thread_barrier()
             m1, total1, acc1 = attend_span(q, blocks, index, span, position, scale, D, STAGES)
             release(empty, index, SPAN_STAGES, STAGES)
             index += SPAN_STAGES
             m, a, b = merge_factors(m, m1)
             total = total * a + total1 * b
-            acc = acc * a[:, None] + acc1 * b[:, None]
-        g = gl.arange(0, MMA_ROWS, layout=gl.SliceLayout(1, MMA))
-        d = gl.arange(0, D, layout=gl.SliceLayout(0, MMA))
+            acc = acc * a[None, :] + acc1 * b[None, :]
+        g = gl.arange(0, N, layout=gl.SliceLayout(0, PRODUCT))
+        d = gl.arange(0, D, layout=gl.SliceLayout(1, PRODUCT))
         row_head = kv_head * GROUP + g
-        inside, _ = gl.broadcast((g < GROUP)[:, None], acc)
+        inside, _ = gl.broadcast((g < GROUP)[None, :], acc)
         if num_spans <= length:
-            normalised = (acc / total[:, None] + 0.0).to(BF16)
-            gl.store(out + row_head[:, None] * D + d[None, :], normalised, mask=inside)
+            normalised = (acc / total[None, :] + 0.0).to(BF16)
+            gl.store(out + row_head[None, :] * D + d[:, None], normalised, mask=inside)
         else:
             at = row_head * spans + first
-            gl.store(parts + at[:, None] * D + d[None, :], acc, mask=inside)
+            gl.store(parts + at[None, :] * D + d[:, None], acc, mask=inside)
             gl.store(stats + at * 2, m, mask=g < GROUP)
             gl.store(stats + at * 2 + 1, total, mask=g < GROUP)
     return index

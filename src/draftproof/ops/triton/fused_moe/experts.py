@@ -16,23 +16,25 @@ from draftproof.ops.triton.fused_moe.norms import tree_sum
 from draftproof.ops.triton.fused_moe.ring import (
     BF16,
     CHUNK,
-    LEFT,
-    MMA,
-    MMA_ROWS,
-    RIGHT,
+    COLUMN,
+    MMA_COLUMNS,
+    PRODUCT,
     ROWS_LAYOUT,
     STAGE_ROWS,
+    WEIGHT,
     copy_stage,
     lines_of,
     multiply,
     release,
-    store_first_row,
+    rows_of_product,
+    store_first_column,
     wait_full,
 )
 from draftproof.ops.triton.moe import routing
-from draftproof.ops.triton.moe.routing import LOWEST, MIN_WEIGHT_SUM, TAKEN
+from draftproof.ops.triton.moe.routing import LOWEST, MIN_WEIGHT_SUM, SIGN_MASK, TAKEN
 
-ROUTER_COLUMNS = gl.constexpr(8)  # experts whose logits one program computes: the minimum of the tensor core
+ROUTER_COLUMNS = gl.constexpr(16)  # experts whose logits one program computes: the minimum of the tensor core
+UNSET = gl.constexpr(-1)  # bits of a logit that is not stored yet: a NaN that no operation returns
 INNER_WIDTH = gl.constexpr(256)  # columns of the rows of down that are copied together
 # Layout of the rows of down, and of the experts by rank.
 INNER_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
@@ -46,13 +48,37 @@ act_gate = gluon.jit(elementwise.act_gate.fn)
 def router_logits(
     lines, logits, ring, full, empty, index, H: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Store the logits of the experts of this program; return the next index of the ring."""
+    """Store the logits of the experts of this program, never as UNSET; return the next index of the ring."""
     PER_STAGE: gl.constexpr = STAGE_ROWS // ROUTER_COLUMNS * CHUNK // 256
     acc, index = multiply(
         lines_of(lines, H, 256), ring, full, empty, index, ROUTER_COLUMNS, PER_STAGE, STAGES
     )
-    store_first_row(logits + gl.program_id(0) * ROUTER_COLUMNS, acc, ROUTER_COLUMNS)
+    store_first_column(
+        logits + gl.program_id(0) * ROUTER_COLUMNS, gl.where(acc == acc, acc, float("nan")), ROUTER_COLUMNS
+    )
     return index
+
+
+@gluon.jit
+def unset_logits(logits):
+    """Store UNSET in place of the logits of this program, which all programs have read."""
+    column = gl.program_id(0) * ROUTER_COLUMNS + rows_of_product(ROUTER_COLUMNS)
+    gl.store(logits.to(gl.pointer_type(gl.int32)) + column, column * 0 + UNSET)
+
+
+@gluon.jit
+def read_logits(logits, column):
+    """Return the logits of all experts once the programs that compute them have stored them."""
+    logit = gl.load(logits + column, volatile=True)
+    while gl.min((logit.to(gl.int32, bitcast=True) != UNSET).to(gl.int32), axis=0) == 0:
+        logit = gl.load(logits + column, volatile=True)
+    return logit
+
+
+@gluon.jit
+def score_of_key(key):
+    """Return the value of a key of `routing.order_keys`."""
+    return (key ^ ((key >> 31) & SIGN_MASK)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -62,12 +88,11 @@ def select_experts(
     """Store the experts of the row and their weights to shared memory; all programs select the same."""
     layout: gl.constexpr = gl.BlockedLayout([E // 32], [32], [4], [0])  # no sum crosses a warp
     column = gl.arange(0, E, layout=layout)
-    logit = gl.load(logits + column, cache_modifier=".cg")
+    logit = read_logits(logits, column)
     scores = gl.exp(logit - gl.max(logit, axis=0))
     scores = scores / tree_sum(scores)
     choice = gl.where(scores >= LOWEST, scores, LOWEST)  # NaN as well
     keys = order_keys(choice)
-    score_bits = scores.to(gl.int32, bitcast=True)
     rank_column = gl.arange(0, TOP_K, layout=layout)
     chosen_experts = gl.zeros([TOP_K], gl.int32, layout)
     chosen_scores = gl.zeros([TOP_K], gl.float32, layout)
@@ -77,10 +102,11 @@ def select_experts(
         best = gl.min(gl.where(keys == top, column, E), axis=0)
         chosen = column == best
         keys = gl.where(chosen, TAKEN, keys)
-        score = gl.sum(gl.where(chosen, score_bits, 0), axis=0).to(gl.float32, bitcast=True)
+        score = score_of_key(top)
         total += score
         chosen_scores = gl.where(rank_column == rank, score, chosen_scores)
         chosen_experts = gl.where(rank_column == rank, best, chosen_experts)
+    chosen_scores = gl.where(chosen_scores == LOWEST, float("nan"), chosen_scores)
     if NORMALIZE:
         chosen_scores = chosen_scores / gl.maximum(total, MIN_WEIGHT_SUM)
     weights._reinterpret(gl.float32, [TOP_K], weights.type.layout).store(chosen_scores * scale)
@@ -98,17 +124,17 @@ def gate_up(
     The first half of a stage is rows of gate, the second of up.
     """
     acc, index = multiply(lines_of(lines, H, CHUNK), ring, full, empty, index, STAGE_ROWS, 1, STAGES)
-    gate, up = gl.split(gl.permute(gl.reshape(acc, [MMA_ROWS, 2, STAGE_ROWS // 2]), (0, 2, 1)))
+    gate, up = gl.split(gl.permute(gl.reshape(acc, [2, STAGE_ROWS // 2, MMA_COLUMNS]), (1, 2, 0)))
     gate, up = gate.to(BF16).to(gl.float32), up.to(BF16).to(gl.float32)
     activated = act_gate(gate, up, "silu").to(BF16)
-    store_first_row(inner + gl.program_id(0) * COLUMNS, activated, COLUMNS)
+    store_first_column(inner + gl.program_id(0) * COLUMNS, activated, COLUMNS)
     return index
 
 
 @gluon.jit
 def copy_inner(inner, rows, INNER: gl.constexpr, TOP_K: gl.constexpr):
-    """Copy inner [TOP_K, INNER] of all programs to shared memory [_, MMA_ROWS, INNER_WIDTH]."""
-    pair = gl.arange(0, MMA_ROWS, layout=gl.SliceLayout(1, INNER_LAYOUT))
+    """Copy inner [TOP_K, INNER] of all programs to shared memory [_, PAIRS, INNER_WIDTH]."""
+    pair = gl.arange(0, rows.shape[1], layout=gl.SliceLayout(1, INNER_LAYOUT))
     column = gl.arange(0, INNER_WIDTH, layout=gl.SliceLayout(0, INNER_LAYOUT))
     pointers = inner + pair[:, None] * INNER + column[None, :]
     exists = (pair < TOP_K)[:, None] & (column >= 0)[None, :]
@@ -126,27 +152,29 @@ def down(
 ):  # fmt: skip
     """Return the weighted sum of the experts in COLUMNS columns, in the order of ranks, and the next index.
 
-    Rows of the product are pairs, columns those of all experts: the product of a pair and the columns of its
-    expert is used, the others are not. num_steps: INNER // INNER_WIDTH, not a constant, so not unrolled.
+    Rows of the product are the columns of all experts, its columns are pairs: the product of a pair and the
+    columns of its expert is used, the others are not. num_steps: INNER // INNER_WIDTH, not a constant, so not
+    unrolled.
     """
-    acc = gl.zeros([MMA_ROWS, STAGE_ROWS], gl.float32, MMA)
+    PAIRS: gl.constexpr = rows.shape[1]
+    acc = gl.zeros([STAGE_ROWS, PAIRS], gl.float32, PRODUCT)
     for i in range(num_steps):
         for part in gl.static_range(INNER_WIDTH // CHUNK):
             wait_full(full, index, STAGES)
-            block = ring.index(index % STAGES).permute((1, 0)).load(RIGHT)
-            row = rows.index(i).slice(part * CHUNK, CHUNK, dim=1).load(LEFT)
+            block = ring.index(index % STAGES).load(WEIGHT)
+            columns = rows.index(i).slice(part * CHUNK, CHUNK, dim=1).permute((1, 0)).load(COLUMN)
             release(empty, index, 1, STAGES)
-            acc = mma_v2(row, block, acc)
+            acc = mma_v2(block, columns, acc)
             index += 1
-    pair = gl.arange(0, MMA_ROWS, layout=gl.SliceLayout(1, MMA))
-    column = gl.arange(0, STAGE_ROWS, layout=gl.SliceLayout(0, MMA))
-    own = gl.sum(gl.where(pair[:, None] == (column // COLUMNS)[None, :], acc, 0.0), axis=0)
+    pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, PRODUCT))
+    pair_of_row = rows_of_product(STAGE_ROWS) // COLUMNS
+    own = gl.sum(gl.where(pair_of_row[:, None] == pair[None, :], acc, 0.0), axis=1)
     outputs._reinterpret(gl.float32, [STAGE_ROWS], outputs.type.layout).store(own)
     thread_barrier()
-    total = gl.zeros([COLUMNS], gl.float32, gl.SliceLayout(0, MMA))
+    total = gl.zeros([COLUMNS], gl.float32, gl.SliceLayout(1, PRODUCT))
     for rank in range(top_k):
-        weight = weights.index(rank).load(gl.SliceLayout(0, MMA))
-        total = total + weight * outputs.index(rank).load(gl.SliceLayout(0, MMA))
+        weight = weights.index(rank).load(gl.SliceLayout(1, PRODUCT))
+        total = total + weight * outputs.index(rank).load(gl.SliceLayout(1, PRODUCT))
     return total, index
 
 

@@ -13,10 +13,11 @@ from draftproof.ops import Attention, Layer, Moe, Rows
 from draftproof.ops.triton.attention.online_softmax import LOG2_E, SPAN
 from draftproof.ops.triton.attention.splitkv import scratch_fits
 from draftproof.ops.triton.fused.address_tables import AddressTables
-from draftproof.ops.triton.fused_moe.experts import INNER_WIDTH, ROUTER_COLUMNS
+from draftproof.ops.triton.fused_moe.attention import HEAD_ROWS
+from draftproof.ops.triton.fused_moe.experts import INNER_WIDTH, ROUTER_COLUMNS, UNSET
 from draftproof.ops.triton.fused_moe.grid_barrier import COUNTER_STRIDE
 from draftproof.ops.triton.fused_moe.layers import fused_moe_kernel
-from draftproof.ops.triton.fused_moe.ring import CHUNK, MMA_ROWS, STAGE_ROWS
+from draftproof.ops.triton.fused_moe.ring import CHUNK, MMA_COLUMNS, STAGE_ROWS
 from draftproof.ops.triton.gemm.weight import PackedLinear
 from draftproof.ops.triton.kernel_utils import INTERPRETED, LaunchContext, next_power_of_two
 from draftproof.ops.triton.moe.op import PackedRouter
@@ -27,6 +28,7 @@ SHARED_BYTES = 227 << 10  # shared memory of a program
 OTHER_SHARED_BYTES = 4096  # shared memory besides the ring, the row and the rows of down
 REGISTERS = 168  # registers of a thread, on average of the warps that compute and those that copy
 COPY_REGISTERS = 104  # registers of a thread that copies
+LOGITS = 5  # index of the logits in the scratch
 TABLE_FIELDS = 11  # fields of a layer in the address table
 
 
@@ -65,9 +67,9 @@ class Shape(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Return the shared memory of a program."""
-        row = max(self.hidden, self.width, MMA_ROWS.value * self.dim)
-        elements = STAGES * STAGE_ROWS.value * CHUNK.value + row + MMA_ROWS.value * self.inner
-        return 2 * elements + OTHER_SHARED_BYTES
+        row = max(self.hidden, self.width, HEAD_ROWS.value * self.dim)
+        inner = max(self.top_k, MMA_COLUMNS.value) * self.inner
+        return 2 * (STAGES * STAGE_ROWS.value * CHUNK.value + row + inner) + OTHER_SHARED_BYTES
 
     @property
     def columns(self) -> tuple[int, int, int]:
@@ -127,7 +129,7 @@ def fits(shape: Shape) -> bool:
         and shape.shared_bytes <= SHARED_BYTES
         and shape.num_q == next_power_of_two(shape.num_q)
         and shape.num_q % shape.num_kv == 0
-        and shape.num_q // shape.num_kv + 2 <= MMA_ROWS.value
+        and shape.num_q // shape.num_kv + 2 <= HEAD_ROWS.value
         and all(columns % PROGRAMS == 0 for columns in products)
         and out * shape.top_k == STAGE_ROWS.value
         and out in (8, 16, 32)
@@ -192,7 +194,9 @@ class FusedMoeLayers:
                 (shape.width, bf16), (shape.width * spans, fp32), (shape.num_q * spans * 2, fp32),
                 (shape.num_experts, fp32), (shape.top_k * shape.inner, bf16),
             )  # fmt: skip
-            self._scratch[shape, spans] = [self._launch.empty((size,), dtype) for size, dtype in sizes]
+            made = [self._launch.empty((size,), dtype) for size, dtype in sizes]
+            made[LOGITS].view(torch.int32).fill_(UNSET.value)
+            self._scratch[shape, spans] = made
         return self._scratch[shape, spans]
 
     def __call__(

@@ -20,19 +20,19 @@ from draftproof.ops.triton.attention.kv_rings import thread_barrier
 from draftproof.ops.triton.fused_moe import experts
 from draftproof.ops.triton.fused_moe.attention import (
     FEW_SPANS,
+    HEAD_ROWS,
     SPAN,
     attend_items,
     copy_spans,
     load_head_norms,
     merge_spans,
 )
-from draftproof.ops.triton.fused_moe.grid_barrier import arrive, reset, synchronise, wait
+from draftproof.ops.triton.fused_moe.grid_barrier import reset, synchronise
 from draftproof.ops.triton.fused_moe.norms import load_weight, normed_lines
 from draftproof.ops.triton.fused_moe.ring import (
     BF16,
     CHUNK,
-    MMA,
-    MMA_ROWS,
+    MMA_COLUMNS,
     ROWS_LAYOUT,
     STAGE_ROWS,
     copy_stage,
@@ -40,7 +40,8 @@ from draftproof.ops.triton.fused_moe.ring import (
     load_lines,
     make_ring,
     multiply,
-    store_first_row,
+    rows_of_product,
+    store_first_column,
     store_lines,
 )
 
@@ -117,7 +118,7 @@ def attention_stage(
     """Norm, QKV and attention of the row x; return the new goal and the next index of the ring."""
     store_lines(lines, normed_lines(x, norm, eps, H))
     acc, index = multiply(lines_of(lines, H, 2 * CHUNK), ring, full, empty, index, STAGE_ROWS // 2, 1, STAGES)
-    store_first_row(qkv + gl.program_id(0) * QKV, acc.to(BF16), QKV)
+    store_first_column(qkv + gl.program_id(0) * QKV, acc.to(BF16), QKV)
     head_norms = load_head_norms(q_norm, k_norm, D, Q_NORM, K_NORM)
     goal = synchronise(counter, goal)
     index = attend_items(
@@ -146,11 +147,11 @@ def compute_layers(
     Q: gl.constexpr = NUM_KV * GROUP * D
     ROUTERS: gl.constexpr = E // experts.ROUTER_COLUMNS  # programs that compute logits
     queries = inner_rows._reinterpret(
-        BF16, [MMA_ROWS, D], gl.NVMMASharedLayout.get_default_for([MMA_ROWS, D], BF16)
+        BF16, [HEAD_ROWS, D], gl.NVMMASharedLayout.get_default_for([HEAD_ROWS, D], BF16)
     )
     position = gl.load(positions).to(gl.int32)
     slot, kv_index = gl.load(slots), gl.load(kv_indices)
-    columns = program * OUT + gl.arange(0, OUT, layout=gl.SliceLayout(0, MMA))
+    columns = program * OUT + rows_of_product(OUT)
     index = 0
     goal = 0
     current = load_addresses(table, 0, FIELDS)
@@ -170,20 +171,20 @@ def compute_layers(
         acc, index = multiply(
             lines_of(lines, Q, 4 * CHUNK), ring, full, empty, index, OUT, STAGE_ROWS // (4 * OUT), STAGES
         )
-        store_first_row(middle + program * OUT, (acc.to(BF16).to(gl.float32) + before[None, :]).to(BF16), OUT)
+        after = (acc.to(BF16).to(gl.float32) + before[:, None]).to(BF16)
+        store_first_column(middle + program * OUT, after, OUT)
         weight = load_weight(mlp_norm, H)
         goal = synchronise(counter, goal)
         store_lines(lines, normed_lines(middle, weight, eps, H))
         if program < ROUTERS:
             index = experts.router_logits(lines, logits, ring, full, empty, index, H, STAGES)
-            arrive(counter, gl.num_programs(0) // ROUTERS)
-        goal += gl.num_programs(0)
-        wait(counter, goal)
         experts.select_experts(logits, ids, weights, top_k, route_scale, E, TOP_K, NORMALIZE)
         mbarrier.arrive(routed, count=1)
         index = experts.gate_up(lines, inner, ring, full, empty, index, H, GATE, STAGES)
         before_experts = gl.load(middle + columns, cache_modifier=".cg").to(gl.float32)
         goal = synchronise(counter, goal)
+        if program < ROUTERS:
+            experts.unset_logits(logits)
         experts.copy_inner(inner, inner_rows, INNER, TOP_K)
         total, index = experts.down(
             inner_rows, weights, outputs, ring, full, empty, index, top_k, num_down_steps, TOP_K, OUT, STAGES
@@ -218,10 +219,11 @@ def fused_moe_kernel(
     WIDTH: gl.constexpr = experts.INNER_WIDTH
     ring, full, empty = make_ring(STAGES)
     # the row of a product, or the heads of an item of attention
-    LINES: gl.constexpr = max(H, NUM_KV * GROUP * D, MMA_ROWS * D) // CHUNK
+    LINES: gl.constexpr = max(H, NUM_KV * GROUP * D, HEAD_ROWS * D) // CHUNK
     lines = gl.allocate_shared_memory(BF16, [LINES, CHUNK], plain)
+    PAIRS: gl.constexpr = max(TOP_K, MMA_COLUMNS)
     inner_rows = gl.allocate_shared_memory(
-        BF16, [INNER // WIDTH, MMA_ROWS, WIDTH], gl.NVMMASharedLayout.get_default_for([MMA_ROWS, WIDTH], BF16)
+        BF16, [INNER // WIDTH, PAIRS, WIDTH], gl.NVMMASharedLayout.get_default_for([PAIRS, WIDTH], BF16)
     )
     outputs = gl.allocate_shared_memory(gl.float32, [TOP_K, OUT], plain)
     weights = gl.allocate_shared_memory(gl.float32, [TOP_K, 1], plain)

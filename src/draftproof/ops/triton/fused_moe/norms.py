@@ -29,5 +29,7 @@ def load_weight(weight, LENGTH: gl.constexpr):
 def normed_lines(row, weight, eps, LENGTH: gl.constexpr):
     """Return the norm of a row of LENGTH elements with a loaded weight, as [LENGTH // CHUNK, CHUNK]."""
     x = load_lines(row, LENGTH).to(gl.float32)
-    scale = gl.rsqrt(tree_sum(tree_sum_rows(x * x)) / LENGTH + eps)
+    # each thread adds the sums of all lines, so that warps exchange values once
+    sums = gl.convert_layout(tree_sum_rows(x * x), gl.BlockedLayout([LENGTH // CHUNK], [32], [4], [0]))
+    scale = gl.rsqrt(tree_sum(sums) / LENGTH + eps)
     return ((x * scale).to(BF16).to(gl.float32) * weight.to(gl.float32)).to(BF16)

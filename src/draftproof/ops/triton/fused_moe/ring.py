@@ -4,8 +4,9 @@ A stage of the ring holds STAGE_ROWS rows of 64 bf16 columns. Four warps copy st
 four others compute with them, and are ahead by as many stages as the ring has. Only the weights of experts
 depend on the routing, so others are copied while the computing warps wait for other programs.
 
-All 16 rows of the left operand are copies of the row: the tensor core multiplies 16 rows at least. Sums over
-k have the order of `gemm/dense.py`.
+The weights are the left operand and the row is the right one, repeated in 8 columns: the tensor core
+multiplies 8 columns at least. A left operand of one row would need a copy of each register, which makes the
+code of a product twice as long. Sums over k have the order of `gemm/dense.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ CHUNK = gl.constexpr(64)  # columns of a row in a stage
 COPY_THREADS = gl.constexpr(128)  # threads that copy: four warps
 # Rows of a stage, divided between four warps.
 ROWS_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# Result of a product, the left and the right operand.
+# Result [rows of the weight, columns] of a product, the weight and the row.
+PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+WEIGHT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
+COLUMN = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
+MMA_COLUMNS = gl.constexpr(8)  # columns of the right operand: the minimum of the tensor core
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]), 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]), 2))
@@ -76,40 +81,46 @@ def release(empty, index, COUNT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def repeated_row(line):
-    """Return a line [WIDTH] of shared memory as every row of a left operand."""
-    row = line.load(gl.SliceLayout(0, LEFT))
-    row, _ = gl.broadcast(row[None, :], gl.zeros([MMA_ROWS, row.shape[0]], BF16, LEFT))
-    return row
+def repeated_column(line):
+    """Return a line [WIDTH] of shared memory as every column of a right operand."""
+    row = line.load(gl.SliceLayout(1, COLUMN))
+    column, _ = gl.broadcast(row[:, None], gl.zeros([row.shape[0], MMA_COLUMNS], BF16, COLUMN))
+    return column
 
 
 @gluon.jit
 def multiply(lines, ring, full, empty, index, N: gl.constexpr, PER_STAGE: gl.constexpr, STAGES: gl.constexpr):
-    """Multiply the row in lines [COUNT, WIDTH] by COUNT blocks [N, WIDTH] of the ring, PER_STAGE in a stage.
+    """Multiply COUNT blocks [N, WIDTH] of the ring, PER_STAGE in a stage, by the row in lines [COUNT, WIDTH].
 
-    Return the product, the same [N] in MMA_ROWS rows, and the next index.
+    Return the product, the same [N] in MMA_COLUMNS columns, and the next index.
     """
     blocks = blocks_of(ring, STAGES * PER_STAGE, N, lines.shape[1])
-    acc = gl.zeros([MMA_ROWS, N], gl.float32, MMA)
+    acc = gl.zeros([N, MMA_COLUMNS], gl.float32, PRODUCT)
     for i in range(lines.shape[0] // PER_STAGE):
         wait_full(full, index, STAGES)
         for b in gl.static_range(PER_STAGE):
-            row = repeated_row(lines.index(i * PER_STAGE + b))
-            block = blocks.index(index % STAGES * PER_STAGE + b).permute((1, 0)).load(RIGHT)
+            block = blocks.index(index % STAGES * PER_STAGE + b).load(WEIGHT)
+            column = repeated_column(lines.index(i * PER_STAGE + b))
             if b == PER_STAGE - 1:
                 release(empty, index, 1, STAGES)
-            acc = mma_v2(row, block, acc)
+            acc = mma_v2(block, column, acc)
         index += 1
     return acc, index
 
 
 @gluon.jit
-def store_first_row(target, value, COUNT: gl.constexpr):
-    """Store the first COUNT elements of row 0 of value [M, N]."""
+def rows_of_product(N: gl.constexpr):
+    """Return the indices [N] of the rows of a product."""
+    return gl.arange(0, N, layout=gl.SliceLayout(1, PRODUCT))
+
+
+@gluon.jit
+def store_first_column(target, value, COUNT: gl.constexpr):
+    """Store the first COUNT elements of column 0 of value [N, MMA_COLUMNS]."""
     row = gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
     column = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
-    offset, _ = gl.broadcast(column[None, :], value)
-    gl.store(target + offset, value, mask=(row == 0)[:, None] & (column < COUNT)[None, :])
+    offset, _ = gl.broadcast(row[:, None], value)
+    gl.store(target + offset, value, mask=(row < COUNT)[:, None] & (column == 0)[None, :])
 
 
 @gluon.jit
