@@ -373,7 +373,30 @@ def one_row_of_experts(ops: TritonOps) -> None:
     cache = torch.empty((2, 8, 16, 4, 128), dtype=torch.bfloat16)
     rows, x = Rows(column, column, column, column, table), torch.empty((1, 2048), dtype=torch.bfloat16)
     with mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
-        found = ops.forward.fused_layers(x, [layer], rows, torch.empty((64, 128)), [cache], 1e-6, (), None)
+        found = ops.forward.fused_layers(x, [layer], rows, [torch.empty((64, 128))], [cache], 1e-6, (), None)
+    assert found is not None
+
+
+def one_row_of_a_dense_model(
+    ops: TritonOps, heads: AttentionShape, hidden: int, inner: int, has_norms: bool
+) -> None:
+    """Call all layers of a dense model with one row; has_norms: norms of heads and of outputs."""
+
+    def packed(columns: int, depth: int) -> PackedLinear:
+        return ops.forward.pack_linear(torch.empty((columns, depth), dtype=torch.bfloat16))
+
+    norm, head_norm = torch.empty(hidden, dtype=torch.bfloat16), torch.empty(heads.dim, dtype=torch.bfloat16)
+    width = heads.num_q * heads.dim
+    projections = packed(width + 2 * heads.num_kv * heads.dim, hidden), packed(hidden, width)
+    attention = Attention(heads, *projections, *([head_norm] * 2 if has_norms else []))
+    mlp = Mlp(packed(2 * inner, hidden), packed(hidden, inner), "gelu_tanh" if has_norms else "silu")
+    layer = Layer(norm, attention, norm, mlp, *([norm] * 2 if has_norms else []))
+    column, table = torch.zeros(1, dtype=torch.int64), torch.zeros((4, 128), dtype=torch.int32)
+    cache = torch.empty((2, 8, 16, heads.num_kv, heads.dim), dtype=torch.bfloat16)
+    rows, x = Rows(column, column, column, column, table), torch.empty((1, hidden), dtype=torch.bfloat16)
+    with mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
+        ropes = [torch.empty((64, heads.dim))]
+        found = ops.forward.fused_layers(x, [layer], rows, ropes, [cache], 1e-6, (), None)
     assert found is not None
 
 
@@ -421,6 +444,9 @@ def main() -> None:
                     all_layers(ops, small, 576, 1536, rows, joined=True)
                 if CAPABILITY == 90:
                     one_row_of_experts(ops)
+                    one_row_of_a_dense_model(ops, large, 4096, 14336, has_norms=False)
+                    wide = AttentionShape(num_q=8, num_kv=4, dim=256, scale=0.1, window=1024)
+                    one_row_of_a_dense_model(ops, wide, 2560, 10240, has_norms=True)
                 medium = AttentionShape(num_q=15, num_kv=5, dim=64, scale=0.1, window=0)
                 all_layers(ops, medium, 960, 2560, 16)
                 break

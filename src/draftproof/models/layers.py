@@ -30,9 +30,8 @@ def run_layers(
     each layer of `taps`: [R, hidden] each, or [W, hidden] with `output_rows`.
     """
     ropes = [rope] * len(layers) if isinstance(rope, Tensor) else rope
-    has_one_rope = all(table is ropes[0] for table in ropes)
-    if fused and output_rows is None and has_one_rope and ops.forward.fused_layers is not None:
-        found = ops.forward.fused_layers(residual, layers, rows, ropes[0], caches, eps, taps, embedding)
+    if fused and output_rows is None and ops.forward.fused_layers is not None:
+        found = ops.forward.fused_layers(residual, layers, rows, ropes, caches, eps, taps, embedding)
         if found is not None:
             normed = found[0] if norm is None else ops.forward.rms_norm(found[0], norm, eps)
             return normed, *found

@@ -269,7 +269,7 @@ class FusedLayers(Protocol):
         residual: Tensor,  # [R, hidden]; may be overwritten
         layers: Sequence[Layer],
         rows: Rows,
-        rope: Tensor,  # [max_len, dim]
+        ropes: Sequence[Tensor],  # one per layer, [max_len, dim]
         caches: Sequence[Tensor],  # one per layer
         eps: float,
         taps: Sequence[int],  # layers whose residual is returned

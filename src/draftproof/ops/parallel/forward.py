@@ -153,13 +153,13 @@ class ParallelForward(ForwardOps):
         return self._fused_uncut if super().fused_layers is not None else None
 
     def _fused_uncut(
-        self, residual: Tensor, layers: Sequence[Layer], rows: Rows, rope: Tensor, caches: Sequence[Tensor],
-        eps: float, taps: Sequence[int], embedding: Tensor | QuantizedTable | None,
+        self, residual: Tensor, layers: Sequence[Layer], rows: Rows, ropes: Sequence[Tensor],
+        caches: Sequence[Tensor], eps: float, taps: Sequence[int], embedding: Tensor | QuantizedTable | None,
     ) -> tuple[Tensor, ...] | None:  # fmt: skip
         run = super().fused_layers
         if run is None or isinstance(layers[0].attention.out, RowParallelLinear):
             return None
-        return run(residual, layers, rows, rope, caches, eps, taps, embedding)
+        return run(residual, layers, rows, ropes, caches, eps, taps, embedding)
 
 
 # formats of weights that are cut

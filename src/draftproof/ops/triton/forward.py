@@ -16,6 +16,7 @@ from draftproof.ops.triton import elementwise, kernel_utils
 from draftproof.ops.triton import rope as rope_kernels
 from draftproof.ops.triton.attention import prefill, splitkv
 from draftproof.ops.triton.fused import layers as fused_kernel
+from draftproof.ops.triton.fused_dense.launcher import FusedDenseLayers
 from draftproof.ops.triton.fused_moe.launcher import FusedMoeLayers
 from draftproof.ops.triton.gemm import dense, fused
 from draftproof.ops.triton.gemm.autotune import create_tuner
@@ -68,6 +69,7 @@ class TritonForward(TritonLatent, TritonMoe):
         self._prefill = prefill.PrefillAttention(launch.pdl, has_wgmma, chip.num_sms, self._partials)
         self._fused_layers = fused_kernel.FusedLayersKernel(launch.device, chip)
         self._fused_moe = FusedMoeLayers(launch)
+        self._fused_dense = FusedDenseLayers(launch)
 
     def begin_pass(self, rows: Rows) -> None:
         self._prefill.worklists.begin(rows)
@@ -261,20 +263,20 @@ class TritonForward(TritonLatent, TritonMoe):
         run(q, rows, heads, cache, out, self._launch.early(q), sinks)
 
     def fused_layers(
-        self, residual: Tensor, layers: Sequence[Layer], rows: Rows, rope: Tensor, caches: Sequence[Tensor],
-        eps: float, taps: Sequence[int], embedding: Tensor | None,
+        self, residual: Tensor, layers: Sequence[Layer], rows: Rows, ropes: Sequence[Tensor],
+        caches: Sequence[Tensor], eps: float, taps: Sequence[int], embedding: Tensor | None,
     ) -> tuple[Tensor, ...] | None:  # fmt: skip
         """Run all layers in one launch if a fused kernel supports them; see `FusedLayers`."""
         residual = kernel_utils.matrix("residual", residual)
-        rope = kernel_utils.matrix("rope", rope, None, FP32)
-        is_quantized = any(kv_format(cache.dtype) is not None for cache in caches)
-        kernels = (self._fused_moe, self._fused_layers) if self.one_launch and not is_quantized else ()
-        kernel = next((each for each in kernels if each.supports(residual, layers)), None)
+        runs = self.one_launch and all(kv_format(cache.dtype) is None for cache in caches)
+        kernels = (self._fused_moe, self._fused_dense, self._fused_layers)
+        kernel = next((each for each in kernels if runs and each.supports(residual, layers)), None)
         if kernel is None:
             return None
-        for layer, cache in zip(layers, caches, strict=True):
+        for layer, cache, rope in zip(layers, caches, ropes, strict=True):
+            kernel_utils.check_table("rope", rope)
             check_rows(rows, len(residual), layer.attention.heads, cache, residual.dtype)
-        tapped = kernel(residual, layers, rows, rope, caches, eps, taps, embedding)
+        tapped = kernel(residual, layers, rows, ropes, caches, eps, taps, embedding)
         return None if tapped is None else (residual, *tapped.unbind(1))
 
     def embed_norm_concat(

@@ -197,10 +197,12 @@ class FusedLayersKernel:
         return found
 
     def __call__(
-        self, x: Tensor, layers: Sequence[Layer], rows: Rows, rope: Tensor, caches: Sequence[Tensor],
-        eps: float, taps: Sequence[int] = (), embedding: Tensor | None = None,
+        self, x: Tensor, layers: Sequence[Layer], rows: Rows, ropes: Sequence[Tensor],
+        caches: Sequence[Tensor], eps: float, taps: Sequence[int] = (), embedding: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Run all layers on x in place and return the taps [R, taps, hidden]; None: nothing was run."""
+        if any(rope is not ropes[0] for rope in ropes):
+            return None
         addresses = [_addresses(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
         table = self._tables.table(addresses, taps)
         fits = (
@@ -214,7 +216,7 @@ class FusedLayersKernel:
         for _, run in groupby(layers, key=_layer_shape):
             last = first + len(list(run))
             one = layers[first], caches[first], tapped, embedding
-            self._launch(table, x, rows, rope, eps, first, last, *one)
+            self._launch(table, x, rows, ropes[0], eps, first, last, *one)
             first = last
         return tapped
 

@@ -13,7 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 from draftproof.ops.triton import elementwise
 from draftproof.ops.triton.attention.kv_rings import thread_barrier
 from draftproof.ops.triton.fused_moe.norms import tree_sum
-from draftproof.ops.triton.fused_moe.ring import (
+from draftproof.ops.triton.moe import routing
+from draftproof.ops.triton.moe.routing import LOWEST, MIN_WEIGHT_SUM, SIGN_MASK, TAKEN
+from draftproof.ops.triton.one_row.ring import (
     BF16,
     CHUNK,
     COLUMN,
@@ -30,8 +32,6 @@ from draftproof.ops.triton.fused_moe.ring import (
     store_first_column,
     wait_full,
 )
-from draftproof.ops.triton.moe import routing
-from draftproof.ops.triton.moe.routing import LOWEST, MIN_WEIGHT_SUM, SIGN_MASK, TAKEN
 
 ROUTER_COLUMNS = gl.constexpr(16)  # experts whose logits one program computes: the minimum of the tensor core
 UNSET = gl.constexpr(-1)  # bits of a logit that is not stored yet: a NaN that no operation returns

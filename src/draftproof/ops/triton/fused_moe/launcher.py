@@ -6,28 +6,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from draftproof.ops import Attention, Layer, Moe, Rows
-from draftproof.ops.triton.attention.online_softmax import LOG2_E, SPAN
-from draftproof.ops.triton.attention.splitkv import scratch_fits
-from draftproof.ops.triton.fused.address_tables import AddressTables
-from draftproof.ops.triton.fused_moe.attention import HEAD_ROWS
+from draftproof.ops.triton.attention.online_softmax import LOG2_E
 from draftproof.ops.triton.fused_moe.experts import INNER_WIDTH, ROUTER_COLUMNS, UNSET
-from draftproof.ops.triton.fused_moe.grid_barrier import COUNTER_STRIDE
 from draftproof.ops.triton.fused_moe.layers import fused_moe_kernel
-from draftproof.ops.triton.fused_moe.ring import CHUNK, MMA_COLUMNS, STAGE_ROWS
 from draftproof.ops.triton.gemm.weight import PackedLinear
-from draftproof.ops.triton.kernel_utils import INTERPRETED, LaunchContext, next_power_of_two
+from draftproof.ops.triton.kernel_utils import next_power_of_two
 from draftproof.ops.triton.moe.op import PackedRouter
+from draftproof.ops.triton.one_row.launcher import (
+    COPY_REGISTERS,
+    OTHER_SHARED_BYTES,
+    PROGRAMS,
+    REGISTERS,
+    SHARED_BYTES,
+    OneRowLayers,
+)
+from draftproof.ops.triton.one_row.ring import CHUNK, MMA_COLUMNS, STAGE_ROWS
+from draftproof.ops.triton.one_row.spans import HEAD_ROWS
 
-PROGRAMS = 128  # programs, at most one per SM
 STAGES = 11  # stages of the ring
-SHARED_BYTES = 227 << 10  # shared memory of a program
-OTHER_SHARED_BYTES = 4096  # shared memory besides the ring, the row and the rows of down
-REGISTERS = 168  # registers of a thread, on average of the warps that compute and those that copy
-COPY_REGISTERS = 104  # registers of a thread that copies
 LOGITS = 5  # index of the logits in the scratch
 TABLE_FIELDS = 11  # fields of a layer in the address table
 
@@ -157,51 +156,27 @@ def addresses(layer: Layer, cache: Tensor) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-class FusedMoeLayers:
-    """Launcher of the kernel, with its scratch and its address tables."""
+class FusedMoeLayers(OneRowLayers[Shape]):
+    """Launcher of the kernel."""
 
-    def __init__(self, launch: LaunchContext) -> None:
-        self._launch = launch
-        chip = launch.chip
-        self.is_supported = (
-            not INTERPRETED
-            and chip.capability == (9, 0)
-            and chip.num_sms >= PROGRAMS
-            and chip.shared_per_program >= SHARED_BYTES
-        )
-        self._counter = torch.zeros(2 * COUNTER_STRIDE.value, dtype=torch.int32, device=launch.device)
-        self._scratch: dict[tuple[Shape, int], list[Tensor]] = {}
-        self._tables = AddressTables(launch.device)
+    def shape_of(self, layer: Layer) -> Shape | None:
+        return shape_of(layer)
 
-    def supports(self, x: Tensor, layers: Sequence[Layer]) -> bool:
-        """Return whether the kernel runs these layers: one bf16 row, layers of one supported shape."""
-        if not self.is_supported or len(x) != 1 or x.dtype != torch.bfloat16:
-            return False
-        shapes = {shape_of(layer) for layer in layers}
-        return len(shapes) == 1 and None not in shapes
-
-    def _buffers(self, shape: Shape, spans: int) -> list[Tensor] | None:
-        """Return the scratch: middle, qkv, mixed, parts, stats, logits, inner; see the kernel.
-
-        None if it would have to be allocated in a capture, whose memory other graphs may reuse.
-        """
-        if (shape, spans) not in self._scratch:
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            bf16, fp32 = torch.bfloat16, torch.float32
-            sizes = (
-                (shape.hidden, bf16), ((shape.num_q + 2 * shape.num_kv) * shape.dim, bf16),
-                (shape.width, bf16), (shape.width * spans, fp32), (shape.num_q * spans * 2, fp32),
-                (shape.num_experts, fp32), (shape.top_k * shape.inner, bf16),
-            )  # fmt: skip
-            made = [self._launch.empty((size,), dtype) for size, dtype in sizes]
-            made[LOGITS].view(torch.int32).fill_(UNSET.value)
-            self._scratch[shape, spans] = made
-        return self._scratch[shape, spans]
+    def make_scratch(self, shape: Shape, spans: int) -> list[Tensor]:
+        """Return middle, qkv, mixed, parts, stats, logits, inner; see the kernel."""
+        bf16, fp32 = torch.bfloat16, torch.float32
+        sizes = (
+            (shape.hidden, bf16), ((shape.num_q + 2 * shape.num_kv) * shape.dim, bf16),
+            (shape.width, bf16), (shape.width * spans, fp32), (shape.num_q * spans * 2, fp32),
+            (shape.num_experts, fp32), (shape.top_k * shape.inner, bf16),
+        )  # fmt: skip
+        made = [self._launch.empty((size,), dtype) for size, dtype in sizes]
+        made[LOGITS].view(torch.int32).fill_(UNSET.value)
+        return made
 
     def __call__(
-        self, x: Tensor, layers: Sequence[Layer], rows: Rows, rope: Tensor, caches: Sequence[Tensor],
-        eps: float, taps: Sequence[int] = (), embedding: Tensor | None = None,
+        self, x: Tensor, layers: Sequence[Layer], rows: Rows, ropes: Sequence[Tensor],
+        caches: Sequence[Tensor], eps: float, taps: Sequence[int] = (), embedding: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Run all layers on x [1, hidden] in place; return the taps [1, taps, hidden].
 
@@ -209,25 +184,22 @@ class FusedMoeLayers:
         """
         shape = shape_of(layers[0])
         assert shape is not None, "checked by `supports`"
-        cache = caches[0]
-        page_size, max_pages = cache.shape[2], rows.page_table.shape[1]
-        spans = triton.cdiv(max_pages * page_size, SPAN)
-        has_one_layout = len({each.shape for each in caches}) == 1
-        if not has_one_layout or not scratch_fits(1, layers[0].attention.heads, spans):
+        spans, cache = self.num_spans(layers, rows, caches), caches[0]
+        if not spans or any(rope is not ropes[0] for rope in ropes):
             return None
         lines = [addresses(layer, cache) for layer, cache in zip(layers, caches, strict=True)]
-        table, scratch = self._tables.table(lines, taps), self._buffers(shape, spans)
+        table, scratch = self._tables.table(lines, taps), self.scratch(shape, spans)
         if table is None or scratch is None:
             return None
         tapped = torch.empty((1, len(taps), x.shape[1]), dtype=x.dtype, device=x.device)
         out, gate, qkv = shape.columns
         fused_moe_kernel[(PROGRAMS,)](
             table, x, *scratch, tapped if taps else x, rows.positions, rows.slots,
-            rows.kv_index, rows.page_table, rope, self._counter, len(layers), max_pages, cache.stride(0),
-            spans, shape.top_k, shape.inner // INNER_WIDTH.value, eps, shape.scale * LOG2_E,
+            rows.kv_index, rows.page_table, ropes[0], self._counter, len(layers), rows.page_table.shape[1],
+            cache.stride(0), spans, shape.top_k, shape.inner // INNER_WIDTH.value, eps, shape.scale * LOG2_E,
             shape.route_scale,
             H=shape.hidden, E=shape.num_experts, TOP_K=shape.top_k, INNER=shape.inner, NUM_KV=shape.num_kv,
-            GROUP=shape.num_q // shape.num_kv, D=shape.dim, PAGE=page_size, OUT=out, GATE=gate, QKV=qkv,
+            GROUP=shape.num_q // shape.num_kv, D=shape.dim, PAGE=cache.shape[2], OUT=out, GATE=gate, QKV=qkv,
             Q_NORM=shape.has_q_norm, K_NORM=shape.has_k_norm, NORMALIZE=shape.normalizes, STAGES=STAGES,
             FIELDS=TABLE_FIELDS, COPY_REGISTERS=COPY_REGISTERS, num_warps=4, enable_fp_fusion=False,
             maxnreg=REGISTERS, launch_cooperative_grid=True,

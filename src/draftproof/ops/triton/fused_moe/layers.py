@@ -4,7 +4,7 @@ With one row most of the time of an op is its launch and its chain of dependent 
 runs all layers and their stages: norm and QKV; attention; output projection; norm and router; gate and up;
 down with the sum of the experts. A grid barrier separates the stages. Every program computes the same norms
 and the same choice of experts, and its own columns of each product. Four warps copy weights ahead of the
-stage that reads them, see `ring.py`.
+stage that reads them, see `one_row/ring.py`.
 
 Bits equal those of the separate ops. Written in Gluon, which Triton's interpreter does not run. The size of
 the code matters: each stage runs once a layer, so its instructions are no longer in the instruction cache.
@@ -18,18 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from draftproof.ops.triton.attention.kv_rings import thread_barrier
 from draftproof.ops.triton.fused_moe import experts
-from draftproof.ops.triton.fused_moe.attention import (
-    FEW_SPANS,
-    HEAD_ROWS,
-    SPAN,
-    attend_items,
-    copy_spans,
-    load_head_norms,
-    merge_spans,
-)
-from draftproof.ops.triton.fused_moe.grid_barrier import reset, synchronise
+from draftproof.ops.triton.fused_moe.attention import attend_items, copy_spans, load_head_norms
 from draftproof.ops.triton.fused_moe.norms import load_weight, normed_lines
-from draftproof.ops.triton.fused_moe.ring import (
+from draftproof.ops.triton.one_row.grid_barrier import reset, synchronise
+from draftproof.ops.triton.one_row.ring import (
     BF16,
     CHUNK,
     MMA_COLUMNS,
@@ -44,6 +36,7 @@ from draftproof.ops.triton.fused_moe.ring import (
     store_first_column,
     store_lines,
 )
+from draftproof.ops.triton.one_row.spans import FEW_SPANS, HEAD_ROWS, SPAN, merge_spans
 
 
 @gluon.jit

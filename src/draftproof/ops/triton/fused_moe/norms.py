@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from draftproof.ops.triton import elementwise
-from draftproof.ops.triton.fused_moe.ring import BF16, CHUNK, ROWS_LAYOUT, load_lines
+from draftproof.ops.triton.one_row.ring import BF16, CHUNK, ROWS_LAYOUT, load_lines
 
 tree_sum_rows = gluon.jit(elementwise.tree_sum_rows.fn)
 

@@ -12,6 +12,8 @@ from draftproof.ops.triton.attention.kv_rings import thread_barrier
 from draftproof.ops.triton.fused.barrier import WAIT_PTX, arrive_ptx
 
 ARRIVE_COUNT_PTX = arrive_ptx("$2")
+NUM_COUNTERS = gl.constexpr(4)  # arrivals, programs that have ended, and two for the use of the kernel
+FREE_COUNTERS = gl.constexpr(2)  # index of the first of those two
 COUNTER_STRIDE = gl.constexpr(32)  # int32 elements, so that counters are on different cache lines
 
 
@@ -44,8 +46,8 @@ def synchronise(counter, goal):
 
 @gluon.jit
 def reset(counter):
-    """Set the counters to zero in the last program, for the next launch."""
+    """Set all counters to zero in the last program, for the next launch."""
     num_left = gl.atomic_add(counter + COUNTER_STRIDE, 1, sem="acq_rel", scope="gpu")
     if num_left == gl.num_programs(0) - 1:
-        gl.store(counter, 0)
-        gl.store(counter + COUNTER_STRIDE, 0)
+        for i in gl.static_range(NUM_COUNTERS):
+            gl.store(counter + i * COUNTER_STRIDE, 0)

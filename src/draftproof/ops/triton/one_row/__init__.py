@@ -1,0 +1,1 @@
+"""Parts that kernels share which run all layers of a model on one row."""
