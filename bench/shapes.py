@@ -3,6 +3,7 @@
     python bench/shapes.py [--shape llama-3-8b] [--quantization int8] [--kv-cache-dtype fp8]
                            [--parts short] [--batches 1,8,64,256,512] [--contexts 16384]
                            [--long-batches 1,16] [--distinct-prompts 8] [--weights uniform]
+                           [--equal-last-tokens 5]
     python bench/shapes.py --shape qwen2.5-7b,mistral-7b,gemma-3-4b,qwen3-8b --parts floor
 
 short: tokens a second of `LLM.generate`, prefill included: prompts of 50 to 1000 tokens, 128 new tokens.
@@ -11,8 +12,9 @@ and its share of the limit by memory bandwidth (weights and KV).
 floor: decoding of one request of 64 tokens alone, and its share of that limit.
 --distinct-prompts: the batch repeats that many prompts. Rows of equal prompts select equal experts, so a step
 of a mixture of experts reads fewer weights; with dummy weights, rows of different prompts select theirs
-independently. --weights uniform: weights as vLLM draws dummy weights, see `common/uniform_weights.py`. No
-proposer is configured.
+independently. --weights uniform: weights as vLLM draws dummy weights, see `common/uniform_weights.py`.
+--equal-last-tokens: prompts end with that many equal tokens, as those of a chat template do. No proposer is
+configured.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from common.uniform_weights import draw_uniform_weights
 from draftproof import LLM
 
 FLOOR_CONTEXT_TOKENS = 64
+FIRST_EQUAL_TOKEN = 198  # id of the first of the tokens that all prompts share
 
 
 def build(options: argparse.Namespace, shape: str, folder: Path, **sizes: Any) -> LLM:
@@ -57,6 +60,12 @@ def build(options: argparse.Namespace, shape: str, folder: Path, **sizes: Any) -
     return llm
 
 
+def with_equal_end(prompt: list[int], options: argparse.Namespace) -> list[int]:
+    """Replace the last tokens of a prompt by tokens that all prompts share."""
+    count = options.equal_last_tokens
+    return [*prompt[: len(prompt) - count], *range(FIRST_EQUAL_TOKEN, FIRST_EQUAL_TOKEN + count)]
+
+
 def short(options: argparse.Namespace, llm: LLM) -> dict[str, Any]:
     """Measure `LLM.generate` by batch: median over rounds, the first round not counted."""
     found: dict[str, Any] = {}
@@ -64,7 +73,7 @@ def short(options: argparse.Namespace, llm: LLM) -> dict[str, Any]:
         distinct = chat_prompts(
             min(batch, options.distinct_prompts or batch), llm.engine.limits.vocab_size, None
         )
-        prompts = [distinct[i % len(distinct)] for i in range(batch)]
+        prompts = [with_equal_end(distinct[i % len(distinct)], options) for i in range(batch)]
         for logprobs in options.logprobs:
             params = params_of(batch, options.tokens, logprobs=logprobs)
             timed(llm, prompts, params)
@@ -151,6 +160,7 @@ def main() -> None:
         default=[None],
     )
     parser.add_argument("--distinct-prompts", type=int, default=0, help="0: every prompt differs")
+    parser.add_argument("--equal-last-tokens", type=int, default=0)
     parser.add_argument("--weights", choices=("normal", "uniform"), default="normal")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
@@ -159,6 +169,7 @@ def main() -> None:
         parser.error("--weights uniform needs --quantization none")
     shared = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     shared |= {"distinct_prompts": options.distinct_prompts, "weights": options.weights}
+    shared |= {"equal_last_tokens": options.equal_last_tokens}
     found = {shape: measure(options, shape) for shape in options.shape}
     if len(found) == 1:
         finish("shapes", {"shape": options.shape[0], **shared, **found[options.shape[0]]})
