@@ -7,14 +7,14 @@ from draftproof import AsyncLLM, SamplingParams
 PROMPTS = ["Count: one two three one two three one two", "The capital of France is", "Once upon a time"]
 
 
-async def read(llm: AsyncLLM, prompt: str, most: int) -> str:
-    """Return the text of a stream, of at most so many events."""
-    text = ""
+async def read(llm: AsyncLLM, prompt: str, max_events: int) -> str:
+    """Return the text of the first `max_events` events of a stream."""
+    text, num_events = "", 0
     params = SamplingParams(temperature=0, max_tokens=24)
     async for event in llm.stream(prompt, params):
         text += event.text
-        most -= 1
-        if not most:
+        num_events += 1
+        if num_events == max_events:
             break  # which aborts the request
     return text
 
@@ -23,7 +23,7 @@ async def main() -> None:
     """Serve all requests at once."""
     spec = {"method": "ngram", "num_speculative_tokens": 5}
     async with AsyncLLM("smollm2-135m", speculative_config=spec) as llm:
-        streams = [read(llm, prompt, most) for prompt, most in zip(PROMPTS, (99, 99, 5), strict=True)]
+        streams = [read(llm, prompt, count) for prompt, count in zip(PROMPTS, (99, 99, 5), strict=True)]
         whole = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, n=2))
         output, *texts = await asyncio.gather(whole, *streams)
         for prompt, text in zip(PROMPTS, texts, strict=True):
