@@ -44,7 +44,7 @@ from draftproof.types import NUM_ACCEPTED, NUM_DRAFT, Request
 
 BARS = {"eagle3": {"greedy": 2.3, "shared": 2.0, "shared over argmax": 0.25}, "mtp": {"greedy": 2.2}}
 SPEED_BARS = {"cuda": {1: 1.5, 8: 1.3, 64: 0.98, 256: 0.98}, "cpu": {1: 1.4}}
-QUIET = 0.03  # share of the processors that other processes may have
+MAX_OTHER_CPU_SHARE = 0.03  # of the processors, that other processes may have
 Prompts = dict[str, list[list[int]]]  # by task
 PromptCopy = tuple[list[int], int]  # a prompt and the number of its copy; copies share no cache
 Outputs = dict[str, list[int]]
@@ -278,7 +278,7 @@ def turn_of(
 ) -> Turn:
     seconds, counts, outputs, others = {}, {}, {}, dict.fromkeys(names, math.inf)
     for name, number in product(names, range(tries)):
-        if others[name] <= QUIET:
+        if others[name] <= MAX_OTHER_CPU_SHARE:
             continue
         mine = f"{salt} {number}"
         run(sides[name], prompts, batch, 1, mine)  # into the prefix cache
@@ -327,8 +327,8 @@ def cell(
         return {"differing answers": differ, "rounds": "no time left"}
     shares = [share for one in rounds for turn in one.values() for share in turn.others.values()]
     found = {"differing answers": differ, "rounds": len(rounds)}
-    found["others had"] = round(statistics.fmean(shares), 3)
-    found["us of a piece of Python"] = speeds
+    found["other_processes_cpu_share"] = round(statistics.fmean(shares), 3)
+    found["python_loop_microseconds"] = speeds
     return with_ratios(found, rounds, list(sides), batch, options)
 
 

@@ -26,7 +26,7 @@ from common.measure import finish
 
 WORKER = Path(__file__).parent / "common" / "checkouts" / "logprob_cost_worker.py"
 PROPOSERS = ("head", "ngram", "hybrid", "draft_model")
-LEAST_ROUNDS = 2
+MIN_ROUNDS = 2
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def main() -> None:
         for worker in workers[name].values():
             worker.call(batch=batch, sides=sides)
         for number in range(options.rounds):
-            if number >= LEAST_ROUNDS and time.monotonic() > until:
+            if number >= MIN_ROUNDS and time.monotonic() > until:
                 break
             first = number % len(sides)
             for version in sorted(workers[name], reverse=bool(number % 2)):

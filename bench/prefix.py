@@ -2,9 +2,9 @@
 
     python bench/prefix.py [--requests 64] [--system 1000] [--model smollm2-135m] [--device auto] [--rounds 1]
 
-Requests share a system prompt of so many tokens and have a question of their own. One is served first, then
-all the others arrive at once. Three sides: `off` (enable_prefix_caching=False), `on`, and `salts`: the cache
-is on and every request has a salt of its own, so that nothing may be found. Means over the requests.
+Requests share a system prompt of `--system` tokens and have a question of their own. One is served first,
+then all the others arrive at once. Three sides: `off` (enable_prefix_caching=False), `on`, and `salts`: the
+cache is on and every request has a salt of its own, so that nothing may be found. Means over the requests.
 """
 
 from __future__ import annotations

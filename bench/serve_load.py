@@ -45,7 +45,7 @@ from common.serving.server_process import (
 )
 
 EVENT = b"data: {"
-LEAST_RATIO = 0.98  # of the new server's speed to the old one's
+MIN_RATIO = 0.98  # of the new server's speed to the old one's
 TOKENS_PER_STREAM = 2048  # of the context and the KV cache when two servers share a device
 Where = tuple[str, int]
 
@@ -256,7 +256,7 @@ def compare(rounds: list[dict[str, dict[str, Any]]], num_events: int) -> dict[st
     ratios = [each["new"]["tokens_per_second"] / each["old"]["tokens_per_second"] for each in rounds]
     ordered, count = sorted(ratios), len(ratios)
     whole = all(side["events"] == num_events for each in rounds for side in each.values())
-    found: dict[str, Any] = {"passed": whole and statistics.median(ratios) >= LEAST_RATIO, "complete": whole}
+    found: dict[str, Any] = {"passed": whole and statistics.median(ratios) >= MIN_RATIO, "complete": whole}
     for name in ("tokens_per_second", "median_first_s", "cpu_s"):
         found[name] = {
             side: round(statistics.median(each[side][name] for each in rounds), 4) for side in ("old", "new")

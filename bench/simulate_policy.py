@@ -207,7 +207,7 @@ def record_outputs(options: argparse.Namespace) -> list[list[list[int]]]:
     return made
 
 
-CHEAP = 0.5  # of the seconds of drafts, as timed at start-up on a GPU
+TIMED_DRAFT_SHARE = 0.5  # seconds of drafts as timed at start-up on a GPU, over those of the table
 STEP_NOISE = 0.05
 
 
@@ -254,7 +254,7 @@ class SimulatedClock:
         model = self.policy._model
         if machine.overlaps and model is not None:
             self.policy._model = model = model._replace(rounds=(k + 1) // 2 if model.is_member else k)
-            share = CHEAP * model.rounds / k
+            share = TIMED_DRAFT_SHARE * model.rounds / k
             drafts = {requests: share * seconds for requests, seconds in drafts.items()}
         learns = machine.overlaps and not self.policy.drafts_before_plan
         rounds = model.rounds if learns and model is not None else 1

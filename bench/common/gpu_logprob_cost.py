@@ -33,7 +33,7 @@ DRAFTER_SIDES = {**SIDES, "drafts": DRAFTS, "named": NAMED}
 ONE_REQUEST = "one request"  # side: the first request has everything, the others have no logprobs
 DRAFTER_BARS = dict.fromkeys((*BARS, "drafts", "named", ONE_REQUEST), 0.97)
 DRAFTER_TOKENS = 96  # of an output: short turns, since four engines share the time
-LEAST = 4  # rounds
+MIN_ROUNDS = 4
 WEIGHTS = {1: 1.0, 8: 1.0, 64: 1.7, 256: 2.6}  # of the time: a large batch takes longer for a round
 
 
@@ -74,7 +74,7 @@ def logprobs(bench: Bench) -> dict[str, Any]:
 def cost(bench: Bench, batch: int, changes: dict[str, Any], seconds: float) -> dict[str, Any]:
     count = bench.options.tokens
     sides = {name: params_of(batch, count, **side, **changes) for name, side in SIDES.items()}
-    return ratios_of(bench.llm(), bench.prompts("chat", batch), sides, BARS, seconds, LEAST)
+    return ratios_of(bench.llm(), bench.prompts("chat", batch), sides, BARS, seconds, MIN_ROUNDS)
 
 
 def ratios_of(

@@ -5,7 +5,7 @@
     python bench/exactness/audit.py ours [--budget 12000] [--cases NAMES]
 
 `stubs`: whole audits of stub servers, planted faults and honest variations, as `audit --self-test` runs them.
-`paced`: one quick audit of a stub server that generates so many tokens a second, over all its requests.
+`paced`: one quick audit of a stub server that generates `--speed` tokens a second, over all its requests.
 `ours`: this server with every proposer and strategy.
 """
 

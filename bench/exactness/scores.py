@@ -7,8 +7,8 @@ Answers are sampled at temperature 1, a seed each: half of them without drafts a
 every batch size of `--generate`. Then two engines, with and without drafts, score all of them, each at one
 batch size of `--score`. Every logprob must have the bits that generation reported.
 
-Update: so many greedy streams run with n-gram drafts while the GGUF file is replaced by a copy in which two
-layers have changed places. Tokens before the swap are compared with an engine of the old file; tokens and
+Update: `--streams` greedy streams run with n-gram drafts while the GGUF file is replaced by a copy in which
+two layers have changed places. Tokens before the swap are compared with an engine of the old file; tokens and
 logprobs after it with a fresh engine of the new file, as are later requests.
 """
 

@@ -33,7 +33,7 @@ from draftproof import LLM
 from draftproof.ops.contract.types import PendingCopy
 
 WAITS = "wait"
-NAMED = 24  # functions that are listed
+MAX_LISTED_FUNCTIONS = 24
 USUAL = {"methods": "eagle3,suffix,hybrid", "batches": "8", "rounds": "4", "count": "16"}
 EVENTS = {"admit": "admitted", "finish": "finished", "pool inserts": "pool stored"}
 
@@ -89,7 +89,7 @@ class Clocks:
     def figures(self) -> dict[str, Any]:
         """Return the figures since the last reset."""
         steps = max(1, len(self.steps))
-        pieces = sorted(self.spent.items(), key=lambda piece: -piece[1])[:NAMED]
+        pieces = sorted(self.spent.items(), key=lambda piece: -piece[1])[:MAX_LISTED_FUNCTIONS]
         kinds: dict[str, list[float]] = defaultdict(list)
         for had, took in self.steps:
             kinds[", ".join(EVENTS[event] for event in EVENTS if event in had) or "nothing"].append(took)
@@ -183,7 +183,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 seconds += [spent] * (number >= 0)
                 tokens = sum(map(len, outputs.values()))
             rate = round(tokens / float(np.median(seconds)))
-            here = {"tok/s": rate, "us of a piece of Python": python_us(), **clocks.figures()}
+            here = {"tok/s": rate, "python_loop_microseconds": python_us(), **clocks.figures()}
             found[f"{name}, batch {batch}, {task}"] = here
             print(f"{name}, batch {batch}, {task}: {json.dumps(here)}", flush=True)
     return found

@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2, help="tokens that each request commits in a step")
     options = parser.parse_args()
     results = random_step(options.batch, options.logprobs, options.k, options.tokens)
-    bounds = Bounds(VOCAB, options.k, len(results.sources))
+    bounds = Bounds(VOCAB, options.k, len(results.source_names))
     snapshot = EngineSnapshot(options.k, 1, 0.005, 1.0, ENGINE_STATS)
     kind = LogprobKind.NONE if options.logprobs < 0 else LogprobKind.RAW
     width = LogprobWidth(max(options.logprobs, 0))
@@ -121,7 +121,7 @@ def main() -> None:
     received_group = ReceivedGroup.build(list(range(options.batch)), dict(enumerate(results.requests)), VOCAB)
 
     def receive() -> None:
-        to_step_results(decode_frame(frame, bounds), received_group, results.sources, {})
+        to_step_results(decode_frame(frame, bounds), received_group, results.source_names, {})
 
     receive()
     found = {

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 
 from fuzzing import fuzz
 
-ROUND = 50_000  # frames of one seed
+FRAMES_PER_SEED = 50_000
 
 
 def main() -> None:
@@ -35,8 +35,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     began, total = time.monotonic(), dict.fromkeys(asdict(fuzz(0, 0)), 0)
-    for turn, first in enumerate(range(0, options.frames, ROUND)):
-        found = asdict(fuzz(min(ROUND, options.frames - first), options.seed + turn))
+    for turn, first in enumerate(range(0, options.frames, FRAMES_PER_SEED)):
+        found = asdict(fuzz(min(FRAMES_PER_SEED, options.frames - first), options.seed + turn))
         total = {name: total[name] + found[name] for name in total}
     assert total["accepted"] == 0
     seconds = round(time.monotonic() - began, 1)

@@ -32,7 +32,7 @@ from common.measure import finish
 
 from draftproof import LLM
 
-KERNELS = 14  # listed
+MAX_LISTED_KERNELS = 14
 compiled: list[str] = []  # kernels compiled since `watch_compiling`; after a warm-up there should be none
 
 
@@ -67,8 +67,8 @@ class Watch:
     def observe(self, step: Any) -> Any:
         """Record the seconds of the host's part of a step."""
         times = step.times
-        since = self.policy.run_ahead._last_read if times.is_queued_behind else times.started
-        self.host.append((times.waited - since, times.was_ready))
+        since = self.policy.run_ahead._last_read if times.is_queued_behind else times.started_at
+        self.host.append((times.wait_began_at - since, times.was_ready))
         return self._observe(step)
 
     def step(self) -> Any:
@@ -130,7 +130,7 @@ def profiled(
         "busy": round(busy / 1e6 / spent, 3),
         "kernels": {
             event.key[:50]: [round(event.self_device_time_total / steps, 1), round(event.count / steps, 2)]
-            for event in events[:KERNELS]
+            for event in events[:MAX_LISTED_KERNELS]
         },
     }
 

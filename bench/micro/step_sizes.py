@@ -4,10 +4,10 @@
         [--tokens 256]
 
 The last line of stdout is JSON. Chat prompts through `LLM.generate`, plain and with drafts in turn, all batch
-sizes with one engine, so that a batch size can be measured before and after another one. With --logprobs each
-side has a turn with so many too. Figures of each side's last round: steps by their rows, their milliseconds,
-those of the host and as predicted by the cost model, and how many steps were ready before the host waited for
-them; and the time outside of decode steps.
+sizes with one engine, so that a batch size can be measured before and after another one. With --logprobs N
+each side has a turn with N logprobs too. Figures of each side's last round: steps by their rows, their
+milliseconds, those of the host and as predicted by the cost model, and how many steps were ready before the
+host waited for them; and the time outside of decode steps.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Watch:
     def observe(self, step: Any) -> float | None:
         """Record the seconds of a step, of the host's part, and as predicted."""
         planned, times, ahead = step.plan, step.times, self.policy.run_ahead
-        since = ahead._last_read if times.is_queued_behind else times.started
+        since = ahead._last_read if times.is_queued_behind else times.started_at
         seconds: float | None = self._observe(step)
         if not planned.has_prompts and seconds:
             rows = planned.num_rows
             context = self.cost.context_seconds(step.num_keys, len(planned.slots))
             predicted = self.cost.row_seconds(rows) + context
-            line = seconds, times.waited - since, predicted, times.was_ready
+            line = seconds, times.wait_began_at - since, predicted, times.was_ready
             self.seen[self.cost.size(rows)].append(line)
         return seconds
 
@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             speeds.append(python_us())
             print(f"batch {batch}, round {number}, {speeds[-1]}: {json.dumps(ratio)}", flush=True)
         found.append(
-            {"batch": batch, "tok/s": rates, "us of a piece of Python": speeds, "steps of the last": steps}
+            {"batch": batch, "tok/s": rates, "python_loop_microseconds": speeds, "steps of the last": steps}
         )
         print(json.dumps(found[-1]), flush=True)
     return found

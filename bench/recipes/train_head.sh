@@ -1,9 +1,13 @@
 #!/bin/sh
-# A head for the default model, unattended, on one GPU: bench/recipes/train_head.sh WORK PROMPTS.jsonl…
-# Prompts: bench/recipes/training_prompts.py, GSM8K's training questions and the Vicuna questions (docs/notebook/2026-11.md says what the
-# shipped head was made of). BEGIN=FOLDER goes on from a head, whose MLP may grow and whose ids are chosen anew.
-# With SECONDS_OF_TRAINING as many updates are made as fit; STEPS alone repeats a run. Run again after a cut: it
-# goes on. What the target says of 22 million tokens takes 101 GB of the GPU's memory: KEEP=0 computes it anew.
+# Train a head for the default model on one GPU: bench/recipes/train_head.sh WORK PROMPTS.jsonl…
+# Prompts: bench/recipes/training_prompts.py, GSM8K's training questions and the Vicuna questions; docs/training.md
+# lists the prompts and variables of the shipped head.
+# SECONDS_OF_TRAINING: time of the phase `train`, from which the number of updates is chosen. STEPS: number of
+# updates, which repeats a run elsewhere. An interrupted run resumes with the same command.
+# BEGIN=FOLDER continues the training of a head, with a wider MLP if INTERMEDIATE is larger and with draft ids chosen
+# from the new text.
+# KEEP=1 (the default) keeps the target's features on the GPU: 101 GB for 22 million tokens. KEEP=0 recomputes them
+# in each epoch.
 set -eu
 work=$1
 shift

@@ -1,8 +1,9 @@
 #!/bin/sh
 # An MTP layer for the default model on one GPU, measured on Spec-Bench with three drafts, in under 6 minutes:
 #   bench/recipes/train_mtp.sh WORK SPEC_BENCH.jsonl PROMPTS.jsonl…
-# The copy of the checkpoint with the layer is WORK/model. TOKENS: of generated text; SECONDS_OF_TRAINING: of the
-# phase `train`. Run again after a cut: it goes on. The last line is the JSON of bench/head.py.
+# The copy of the checkpoint with the layer is WORK/model. TOKENS: tokens of generated text. SECONDS_OF_TRAINING: time
+# of the phase `train`. An interrupted run resumes with the same command. The last line of the output is the JSON of
+# bench/head.py.
 set -eu
 work=$1
 bench=$2
