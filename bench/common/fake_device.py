@@ -45,7 +45,7 @@ class CompletedEvent:
 
 def _stage(stage: Any, size: int) -> None:
     stage.size, stage.bytes = size, torch.empty(size, dtype=torch.uint8)
-    stage.passed, stage._like = CompletedEvent(), None
+    stage.copied, stage._like = CompletedEvent(), None
 
 
 class FakeDevice:
@@ -63,7 +63,7 @@ class FakeDevice:
         ops, runtime = self.ops, self.ops.runtime
         queue.Stage.__init__ = _stage  # type: ignore[assignment,method-assign]
         runtime.cuda = runtime.asynchronous = True
-        runtime._stages, runtime._stream = queue.Stages(), None
+        runtime._stages, runtime._stream = queue.StagingBuffers(), None
         runtime.bucket = queue.bucket_of
         for name in ("send", "fetch"):
             setattr(runtime, name, MethodType(getattr(queue.TritonRuntime, name), runtime))
@@ -102,7 +102,7 @@ class FakeDevice:
         table = np.zeros((len(self._length), self.device.buffers.table_width), np.int64)
         left = np.maximum(host.max_length[slots] - self._length[slots], 0)
         drafts, accepted = self._verified(planned)
-        out = np.where(planned.samples, np.minimum(accepted + 1, left), 0)
+        out = np.where(planned.is_sampled, np.minimum(accepted + 1, left), 0)
         table[:n, NUM_OUT], table[:n, NUM_DRAFT] = out, drafts
         table[:n, NUM_ACCEPTED] = np.minimum(accepted, out)
         table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.buffers.table_width - TOKENS))

@@ -38,5 +38,5 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def poison(ops: CpuOps) -> None:
     """Fill all memory that kernels use between calls with NaN."""
-    ops.executor.team._scratch.fill(0xFF)
+    ops.executor.pool._scratch.fill(0xFF)
     ops.forward._workspace.fill_(float("nan"))

@@ -78,7 +78,7 @@ class RankProcesses:
     def __init__(self, config: EngineConfig) -> None:
         """Start the processes; `wait_reports` returns when each has imported its modules."""
         folder = RankFolder()
-        self.path = str(folder.path / "store")  # of the file at which the ranks meet
+        self.path = str(folder.path / "store")  # rendezvous file of torch.distributed
         self.failure: EngineDeadError | None = None
         self._has_failed = threading.Event()
         self._on_failure: Any = lambda: None

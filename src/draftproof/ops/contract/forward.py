@@ -44,11 +44,11 @@ class ForwardOps(LatentOps, ABC):
     # Whether a column of `linear` has the same bits however many columns the weight has.
     has_independent_columns: ClassVar[bool] = True
 
-    # Quantised weight formats that `pack_quantized` takes; a weight of another format is dequantised before.
     norms_round_sums: ClassVar[bool] = False  # `add_rms_norm` takes fp32 sums, and rounds them itself
-    weight_formats: ClassVar[frozenset[str]] = frozenset()
     int4_format: ClassVar[str] = "blocks"  # format that the engine's option quantization="int4" makes
-    # Those that `embed` takes as a `QuantizedTable`; a table of another format is dequantised before.
+    # Quantised weight formats that `pack_quantized` takes; a weight of another format is dequantised before.
+    weight_formats: ClassVar[frozenset[str]] = frozenset()
+    # Formats that `embed` takes as a `QuantizedTable`; a table of another format is dequantised before.
     table_formats: ClassVar[frozenset[str]] = frozenset()
 
     def pack_quantized(

@@ -14,7 +14,7 @@ from draftproof.ops.contract.runtime import Forward
 from draftproof.ops.cpu.jit.compile import Kernel
 from draftproof.ops.cpu.jit.program import Argument, Program, Recorder, as_word
 from draftproof.ops.cpu.jit.release_memory import release_start_up_memory
-from draftproof.ops.cpu.jit.thread_pool import INSTRUCTION_WORDS, Team
+from draftproof.ops.cpu.jit.thread_pool import INSTRUCTION_WORDS, ThreadPool
 from draftproof.types import Rows
 
 RELEASE_CALLS = 4  # calls of a pass after which kernels outside it, as for sampling, are compiled too
@@ -26,7 +26,7 @@ class Executor:
     """Thread pool and recorder shared by the op families of one backend."""
 
     def __init__(self, threads: int) -> None:
-        self.team = Team(threads)
+        self.pool = ThreadPool(threads)
         self.recorder: Recorder | None = None
         self.later: set[Kernel] = set()  # needed after a pass, and compiled with its kernels
 
@@ -68,7 +68,7 @@ class Executor:
         table, line = bytearray(8 * INSTRUCTION_WORDS * len(kernels)), struct.Struct(f"={len(words) + 1}q")
         for i, each in enumerate(kernels):
             line.pack_into(table, 8 * INSTRUCTION_WORDS * i, each.address, *words)
-        return partial(self.team.run, table, len(kernels), rows, scratch, small)
+        return partial(self.pool.run, table, len(kernels), rows, scratch, small)
 
 
 class PassViews(NamedTuple):
@@ -124,7 +124,7 @@ class Recorded:
         if count:
             for target, part in zip(views.targets, inputs, strict=True):
                 target.copy_(part)
-            self._run.team.run(program.table, len(program.table), count, program.scratch)
+            self._run.pool.run(program.table, len(program.table), count, program.scratch)
         return views.results
 
 

@@ -57,8 +57,8 @@ class TritonRuntime(Runtime):
             self._pools = [torch.cuda.graph_pool_handle() for _ in GraphPool]
             self._side, self._forked = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
             self._beside = torch.cuda.Stream(self.device)
-            self._begins, self._ends = torch.cuda.Event(), torch.cuda.Event()  # of what runs there
-            self._stages, self._here = Stages(), torch.cuda.current_stream(self.device)
+            self._begins, self._ends = torch.cuda.Event(), torch.cuda.Event()  # of the work on `_beside`
+            self._stages, self._here = StagingBuffers(), torch.cuda.current_stream(self.device)
 
     def releasable(self, tensors: Iterable[Tensor], has_content: bool) -> TensorMemory:
         if not self.cuda:
@@ -156,7 +156,7 @@ class TritonRuntime(Runtime):
         pinned.copy_(source)
         out = torch.empty_like(source, device=self.device) if target is None else target
         out.copy_(pinned, non_blocking=True)
-        stage.passed.record(self._stream)
+        stage.copied.record(self._stream)
         self._stages.put(stage)
         return out
 
@@ -166,26 +166,26 @@ class TritonRuntime(Runtime):
         stage = self._stages.take(tensor)
         pinned = stage.like(tensor)
         pinned.copy_(tensor, non_blocking=True)
-        stage.passed.record(self._stream)
+        stage.copied.record(self._stream)
         copies: list[Tensor] = []
 
         def read() -> Tensor:
             if not copies:
-                stage.passed.synchronize()
+                stage.copied.synchronize()
                 copies.append(torch.from_numpy(pinned.numpy().copy()))  # torch's copy wakes all its threads
                 self._stages.put(stage)
             return copies[0]
 
-        return PendingCopy(read, lambda: bool(copies) or stage.passed.query())  # a stage is reused once read
+        return PendingCopy(read, lambda: bool(copies) or stage.copied.query())  # a stage is reused once read
 
 
-class Stage:
+class StagingBuffer:
     """Pinned staging buffer with an event after its last copy."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self.passed = torch.cuda.Event()
+        self.copied = torch.cuda.Event()
         self._like: Tensor | None = None  # last view: usually the same shape again
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -197,18 +197,18 @@ class Stage:
         return last
 
 
-class Stages:
+class StagingBuffers:
     """Free staging buffers by size; a buffer is reused once its copy has completed."""
 
     def __init__(self) -> None:
-        self._idle: dict[int, deque[Stage]] = {}
+        self._idle: dict[int, deque[StagingBuffer]] = {}
 
-    def take(self, tensor: Tensor) -> Stage:
+    def take(self, tensor: Tensor) -> StagingBuffer:
         """Return a free buffer for `tensor`, or a new one."""
         size = max(256, 1 << (tensor.numel() * tensor.element_size() - 1).bit_length())
         idle = self._idle.setdefault(size, deque())
-        return idle.popleft() if idle and idle[0].passed.query() else Stage(size)
+        return idle.popleft() if idle and idle[0].copied.query() else StagingBuffer(size)
 
-    def put(self, stage: Stage) -> None:
+    def put(self, stage: StagingBuffer) -> None:
         """Give a buffer back."""
         self._idle[stage.size].append(stage)

@@ -78,7 +78,7 @@ def _execute(state: int, thread: int) -> None:
         _barrier(state, threads)
 
 
-def _solo(state: int) -> None:
+def _run_alone(state: int) -> None:
     """Run the program on the calling thread alone."""
     table, count = load_i64(state + TABLE), load_i64(state + COUNT)
     rows, scratch = load_i64(state + ROWS), load_i64(state + SCRATCH_BASE)
@@ -87,7 +87,7 @@ def _solo(state: int) -> None:
         call_kernel(load_i64(line), line + 8, rows, 0, 1, scratch)
 
 
-def _lead(state: int) -> None:
+def _run_with_workers(state: int) -> None:
     """Start the workers on the program, take part, and return when all are done."""
     atomic_add(state + GENERATION, 1)
     if atomic_load(state + SLEEPERS) > 0:
@@ -98,7 +98,7 @@ def _lead(state: int) -> None:
         _execute(state, 0)
 
 
-def _work(state: int, thread: int) -> None:
+def _worker_loop(state: int, thread: int) -> None:
     """Run the loop of a worker thread."""
     seen = 0
     while True:
@@ -119,9 +119,9 @@ def _work(state: int, thread: int) -> None:
         _execute(state, thread)
 
 
-_SOLO = Kernel(_solo, types.void(_int64))
-_LEAD = Kernel(_lead, types.void(_int64))
-_WORK = Kernel(_work, types.void(_int64, _int64))
+_RUN_ALONE = Kernel(_run_alone, types.void(_int64))
+_RUN_WITH_WORKERS = Kernel(_run_with_workers, types.void(_int64))
+_WORKER_LOOP = Kernel(_worker_loop, types.void(_int64, _int64))
 
 
 def aligned_bytes(size: int, align: int = 64) -> np.ndarray:
@@ -139,7 +139,7 @@ def _stop(state: np.ndarray, lead: Any, workers: list[threading.Thread], pid: in
             worker.join()
 
 
-class Team:
+class ThreadPool:
     """Pool of `threads` threads, the caller's included."""
 
     def __init__(self, threads: int) -> None:
@@ -157,21 +157,21 @@ class Team:
         self._state = aligned_bytes(STATE_BYTES)
         self._address = self._state.ctypes.data
         one = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-        self._solo = one(_SOLO.address)
-        self._lead: Any = None
+        self._run_alone = one(_RUN_ALONE.address)
+        self._run_with_workers: Any = None
         workers: list[threading.Thread] = []
         if self.threads > 1:
             libc = ctypes.CDLL(None)
             libc.pthread_mutex_init(ctypes.c_void_p(self._address + MUTEX), None)
             libc.pthread_cond_init(ctypes.c_void_p(self._address + CONDITION), None)
-            self._lead = one(_LEAD.address)
-            work = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(_WORK.address)
+            self._run_with_workers = one(_RUN_WITH_WORKERS.address)
+            work = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(_WORKER_LOOP.address)
             for thread in range(1, self.threads):
                 name = f"draftproof-cpu-{thread}"
                 args = (self._address, thread)
                 workers.append(threading.Thread(target=work, args=args, name=name, daemon=True))
                 workers[-1].start()
-        weakref.finalize(self, _stop, self._state, self._lead, workers, self._pid)
+        weakref.finalize(self, _stop, self._state, self._run_with_workers, workers, self._pid)
 
     def run(
         self, table: bytearray | np.ndarray, count: int, rows: int, scratch: int = 0, alone: bool = False
@@ -195,6 +195,6 @@ class Team:
                 self._scratch_size,
             )
             if alone or self.threads == 1:
-                self._solo(self._address)
+                self._run_alone(self._address)
             else:
-                self._lead(self._address)
+                self._run_with_workers(self._address)
