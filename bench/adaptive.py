@@ -3,10 +3,10 @@
     python bench/adaptive.py [--device cpu] [--batches 1,8,32] [--tasks mix] [--tokens 64] [--seconds 100]
 
 Every side has a scheduler of its own on one engine, whose batch is always full. All sides serve the same
-requests in the same order. They take turns of so many tokens, fractions of a second each, so a slow minute of
-the machine affects all of them alike. In a window every side serves as many tokens. Copy, edit, chat and
-free-text prompts alternate (`mix`; or `copy`, `edit`, `chat`, `free` alone). The prefix cache holds all
-prompts, so decoding is timed.
+requests in the same order. They take turns of equal numbers of tokens (`turn_sizes`), fractions of a second
+each, so a slow minute of the machine affects all of them alike. In a window every side serves as many tokens.
+Copy, edit, chat and free-text prompts alternate (`mix`; or `copy`, `edit`, `chat`, `free` alone). The prefix
+cache holds all prompts, so decoding is timed.
 
 A ratio is the median over windows of adaptive's tokens a second over a fixed number's in the same window,
 with its 90 % confidence interval (of fewer than five windows: their range). Sides below
@@ -66,9 +66,9 @@ class SideScheduler(Scheduler):
             other.lookahead,
         )
 
-    def plan(self, idle: bool = True, counted: bool = False) -> StepPlan | None:
+    def plan(self, is_idle: bool = True, has_exact_drafts: bool = False) -> StepPlan | None:
         """Return the next step; None while paused."""
-        return None if self.is_paused else super().plan(idle, counted)
+        return None if self.is_paused else super().plan(is_idle, has_exact_drafts)
 
 
 class Side:
@@ -92,7 +92,7 @@ class Side:
         self.bench.llm.engine.add(request)
 
     def turn(self, tokens: int) -> None:
-        """Decode so many more tokens, then wait for the steps in flight."""
+        """Decode `tokens` more tokens, then wait for the steps in flight."""
         engine, scheduler = self.bench.llm.engine, self.scheduler
         self.goal += tokens
         waited = self.bench.waited
@@ -258,7 +258,7 @@ def window(sides: dict[str, Side], tokens: int, turns: int, first: int) -> dict[
 
 def cell(bench: Bench, task: str, batch: int, options: argparse.Namespace, until: float) -> dict[str, Any]:
     """Measure one task at one batch size."""
-    tokens, turns = options.grain.get(batch, options.grain[0])
+    tokens, turns = options.turn_sizes.get(batch, options.turn_sizes[0])
     sides = {name: Side(bench, name, task, batch) for name in SIDES}
     all_sides = dict(sides)
     windows: list[dict[str, float]] = []
@@ -314,8 +314,8 @@ def main() -> None:
     options.seconds = options.seconds or (300.0 if on_cpu else 95.0)
     options.distinct = 8 if on_cpu else 32  # prompts of a task; more requests use them again
     # tokens of a turn, and turns of a window; 0: of other batches
-    options.grain = {1: (16, 16), 8: (64, 8), 0: (256, 4)} if on_cpu else {1: (512, 2), 0: (128 * 128, 2)}
-    options.grain[64] = options.grain[0] if on_cpu else (64 * 128, 2)
+    sizes = {1: (16, 16), 8: (64, 8), 0: (256, 4)} if on_cpu else {1: (512, 2), 0: (128 * 128, 2)}
+    options.turn_sizes = sizes | {64: sizes[0] if on_cpu else (64 * 128, 2)}
     end, cells = time.monotonic() + options.seconds, {}
     bench = build(options)
     todo = list(product(options.tasks, options.batches))

@@ -137,9 +137,9 @@ class InstantDevice:
         tensor = parts.add_table(len(host.requests), TOKENS + 2)
         table = tensor.numpy()
         n = len(slots)
-        table[:n, NUM_OUT] = planned.samples
+        table[:n, NUM_OUT] = planned.is_sampled
         table[:n, TOKENS] = 7
-        self.length[slots] += planned.samples
+        self.length[slots] += planned.is_sampled
         table[:n, ENDED] = np.where(self.length[slots] >= self.limit[slots], FinishStatus.LENGTH, 0)
         return StepTensors(None, None, None, None, parts.complete()), None  # type: ignore[arg-type]
 

@@ -156,7 +156,7 @@ def wait_until(condition: Any) -> bool:
 
 def held(engine: Engine) -> set[int]:
     """Return the hashes of the blocks that the engine can reuse."""
-    return {block_hash(digest) for digest in engine.loop.scheduler.pages._place}
+    return {block_hash(digest) for digest in engine.loop.scheduler.pages._page_of_digest}
 
 
 class Traffic:

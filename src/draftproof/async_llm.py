@@ -145,7 +145,7 @@ class AsyncLLM:
         try:
             await queue.wait()
         finally:
-            self._thread.leave(job_id, queue)
+            self._thread.abort_unread(job_id, queue)
         assert queue.output is not None
         return queue.output
 
@@ -191,12 +191,12 @@ class AsyncLLM:
 
     @property
     def dead(self) -> bool:
-        """True if the engine has broken; `dead_error` is the cause."""
+        """True if the engine has failed; `dead_error` is the cause."""
         return self.dead_error is not None
 
     @property
     def dead_error(self) -> BaseException | None:
-        """Exception that broke the engine."""
+        """Exception that the engine failed with."""
         return self._thread.error
 
     @property
@@ -336,7 +336,7 @@ class Stream:
         self._closed = True
         self._ready.clear()
         if self._queue is not None:
-            self._llm._thread.leave(self.request_id, self._queue)
+            self._llm._thread.abort_unread(self.request_id, self._queue)
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):  # __init__ may have failed

@@ -65,7 +65,8 @@ class EngineConfig:
     )
     numerics: str = option(
         "exact",
-        "`exact`: bits do not depend on the batch; `fast`: they may, and so may drafts change the output",
+        "`exact`: bits do not depend on the batch; `fast`: with the backend `triton` they may, and so may "
+        "drafts change the output; other backends compute the same bits as with `exact`",
         choices=("exact", "fast"),
     )
     tensor_parallel_size: int = option(

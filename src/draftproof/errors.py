@@ -8,7 +8,7 @@ DraftproofError
 ├── RequestFailedError   an embedding or a score was begun and has no result
 └── EngineClosedError    no request is accepted: the engine drains or was shut down
     ├── EngineDownError  the engine's process is starting or restarting: try later
-    └── EngineDeadError  the engine broke, through no fault of a request
+    └── EngineDeadError  the engine has failed, through no fault of a request
 
 `assert` marks errors in this code. These exceptions are for users: every message names a remedy.
 """
@@ -65,7 +65,7 @@ class EngineDownError(EngineClosedError):
 
 
 class EngineDeadError(EngineClosedError):
-    """The engine broke and has stopped; `__cause__` is the reason. Start another one."""
+    """The engine has failed and stopped; `__cause__` is the reason. Create a new one."""
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:

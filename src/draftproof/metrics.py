@@ -108,7 +108,7 @@ class RequestStats:
     arrived_at: float = field(default_factory=lambda: time.monotonic())
     scheduled_at: float | None = None  # for the first time
     first_token_at: float | None = None  # its first token was there
-    ended: float | None = None
+    ended_at: float | None = None
 
     @property
     def queue_seconds(self) -> float | None:
@@ -123,7 +123,7 @@ class RequestStats:
     @property
     def seconds(self) -> float | None:
         """Time from arrival to the end."""
-        return None if self.ended is None else self.ended - self.arrived_at
+        return None if self.ended_at is None else self.ended_at - self.arrived_at
 
 
 @dataclass(slots=True)

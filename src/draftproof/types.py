@@ -184,7 +184,7 @@ NO_DRAFT_COSTS = DraftCosts()
 class DraftSpec(NamedTuple):
     """What a proposer with a model computes after a step; part of the key of captured drafts."""
 
-    rounds: int  # drafts of the request that may have most, or a few more
+    rounds: int  # largest number of drafts of any request, rounded up to a captured number
     runs_model: bool = True  # over the rows of the step; False: without rounds, and KV is stored later
     has_prompts: bool = False  # some entries have chunks, and the proposer treats them differently
     needs_processed: bool = False  # some requests truncate their distribution
@@ -195,9 +195,10 @@ class DraftSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """What a graph_safe proposer sees after a commit, with no host between: columns of B entries.
+    """Input of a `DeviceProposer` after a commit: columns of B entries, on the device.
 
-    One that follows the rows (`Proposer.runs_behind_steps`) is also given the step that was committed.
+    The host does not run between the commit and the proposer. `chunk`, `rows` and `features` of the committed
+    step, and `spec`, are set for proposers that run behind steps (`Proposer.runs_behind_steps`).
     """
 
     columns: SlotColumns

@@ -167,8 +167,10 @@ def test_control_unfilled_pages_are_detected(broken, monkeypatch, reference):
     if broken == "unpublish":
         monkeypatch.setattr(Pages, "unpublish", lambda *_: None)
     else:
-        whole = Scheduler._wait_again
-        monkeypatch.setattr(Scheduler, "_wait_again", lambda self, s, computed: whole(self, s, computed + 24))
+        whole = Scheduler._return_to_waiting
+        monkeypatch.setattr(
+            Scheduler, "_return_to_waiting", lambda self, s, computed: whole(self, s, computed + 24)
+        )
     same, _ = serve_after_failed_prefill()
     assert same != reference["4"]
 
@@ -199,7 +201,7 @@ def test_engine_with_permanent_faults_stops(name):
         for i in range(60):
             target.add(tiny.request(i, SamplingParams(max_tokens=9)))
             target.step()
-    with pytest.raises(EngineDeadError, match="build another"):
+    with pytest.raises(EngineDeadError, match="create a new one"):
         target.step()
 
 
@@ -219,7 +221,7 @@ def test_engine_with_a_lost_device_stops_with_the_reason(steps):
     assert outputs and not any(out.finish_reason for out in outputs)
     for call in (target.step, lambda: target.add(tiny.request(9, SamplingParams()))):
         with pytest.raises(
-            EngineDeadError, match="this engine broke, build another: EngineDeadError: the dev"
+            EngineDeadError, match="this engine has failed, create a new one: EngineDeadError: the dev"
         ):
             call()
     assert target.abort("0") and not target.abort("0")  # a dead engine accepts aborts
@@ -253,5 +255,5 @@ def test_llm_raises_and_async_llm_ends_every_request_with_the_reason(make):
     llm.engine.ops.when = lambda ops, op, count: op == "sample" and lose_device(count, 2)
     with pytest.raises(EngineDeadError, match="does not respond"):
         llm.generate(["ab", "ba"], SamplingParams(max_tokens=40, ignore_eos=True))
-    with pytest.raises(EngineDeadError, match="build another"):
+    with pytest.raises(EngineDeadError, match="create a new one"):
         llm.generate("b")

@@ -33,7 +33,7 @@ class SharedPages(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), salt=st.sampled_from(["", "a"]))
     def acquire(self, tokens: list[int], salt: str) -> None:
         known = list(digests(tokens, SIZE, salt))
-        found = self.pages.find(known)
+        found = self.pages.acquire_prefix(known)
         need = -(-len(tokens) // SIZE) - len(found)
         if need > self.pages.num_free:
             self.pages.release(found)
@@ -60,7 +60,7 @@ class SharedPages(RuleBasedStateMachine):
     def discard_content(self, data: st.DataObject) -> None:
         pages, known = self.held[data.draw(st.integers(0, len(self.held) - 1))]
         self.pages.unpublish(pages)
-        again = self.pages.find(known)
+        again = self.pages.acquire_prefix(known)
         assert not set(again) & set(pages), "an unpublished page was found"
         self.pages.release(again)
 
@@ -70,7 +70,8 @@ class SharedPages(RuleBasedStateMachine):
         used = {page for pages, _ in self.held for page in pages}
         assert self.pages.num_free == self.pages.capacity - len(used), "a page was lost"
         for page in used:
-            assert self.pages._users[page] == sum(p.count(page) for p, _ in self.held), "users miscounted"
+            num_users = sum(p.count(page) for p, _ in self.held)
+            assert self.pages._ref_counts[page] == num_users, "users miscounted"
         for pages, _ in self.held:
             assert 0 not in pages and len(set(pages)) == len(pages)
 
@@ -88,7 +89,7 @@ def test_pages_are_right_for_any_sequence_of_events():
 
 def free_a_shared_page(whole, self, pages):
     for page in pages:
-        self._users[page] = min(self._users.get(page, 0), 1)
+        self._ref_counts[page] = min(self._ref_counts.get(page, 0), 1)
     whole(self, pages)
 
 
@@ -99,14 +100,14 @@ def lose_a_page(whole, self, pages):
 def miscount_a_user(whole, self, prefix):
     found = whole(self, prefix)
     for page in found[:1]:
-        self._users[page] = 1
+        self._ref_counts[page] = 1
     return found
 
 
 def keep_content_of_an_evicted_page(whole, self, count):
-    content, place = dict(self._content), dict(self._place)
+    content, place = dict(self._digest_of_page), dict(self._page_of_digest)
     pages = whole(self, count)
-    self._content, self._place = content, place
+    self._digest_of_page, self._page_of_digest = content, place
     return pages
 
 
@@ -115,7 +116,7 @@ def keep_content_of_an_evicted_page(whole, self, count):
     [
         ("release", free_a_shared_page, "released twice|lost|miscounted|two owners"),
         ("release", lose_a_page, "lost|miscounted"),
-        ("find", miscount_a_user, "lost|miscounted|released twice"),
+        ("acquire_prefix", miscount_a_user, "lost|miscounted|released twice"),
         ("take", keep_content_of_an_evicted_page, "two owners|another's text|misplaced"),
     ],
 )
@@ -143,7 +144,8 @@ def test_unpublished_pages_are_not_found():
     assert pages.num_idle == 1
     pages.unpublish([mine, yours, 4])
     pages.check()
-    assert pages.num_idle == 0 and pages.num_free == 3 and not pages.find([b"mine"]) + pages.find([b"yours"])
+    assert pages.num_idle == 0 and pages.num_free == 3
+    assert not pages.acquire_prefix([b"mine"]) + pages.acquire_prefix([b"yours"])
     pages.release([mine])
     pages.check()
 
@@ -161,13 +163,13 @@ def test_page_never_allocated_is_an_error():
     ("spoil", "message"),
     [
         (lambda pages: pages._empty.append(pages._empty[-1]), "twice"),
-        (lambda pages: pages._empty.append(next(iter(pages._users))), "free and taken"),
+        (lambda pages: pages._empty.append(next(iter(pages._ref_counts))), "free and taken"),
         (lambda pages: pages._idle.update({pages._empty[-1]: None}), "free and taken"),
         (lambda pages: pages._empty.pop(), "lost"),
         (lambda pages: pages._idle.popitem(), "lost"),
-        (lambda pages: pages._content.clear(), "no content"),
-        (lambda pages: pages._place.update({b"x": pages._empty[0]}), "misplaced"),
-        (lambda pages: pages._users.update({next(iter(pages._users)): 0}), "count of zero"),
+        (lambda pages: pages._digest_of_page.clear(), "no content"),
+        (lambda pages: pages._page_of_digest.update({b"x": pages._empty[0]}), "misplaced"),
+        (lambda pages: pages._ref_counts.update({next(iter(pages._ref_counts)): 0}), "count of zero"),
     ],
 )
 def test_check_detects_inconsistent_state(spoil, message):
@@ -209,7 +211,7 @@ def publish_text(pages: Pages, tokens: list[int]) -> list[int]:
 
 def num_found(pages: Pages, tokens: list[int]) -> int:
     """Return the number of pages found, without a lasting effect but for the order."""
-    found = pages.find(list(digests(tokens, SIZE)))
+    found = pages.acquire_prefix(list(digests(tokens, SIZE)))
     pages.release(found)
     return len(found)
 
@@ -239,7 +241,7 @@ def test_pages_in_use_are_never_evicted():
     pages.take(1)
     with pytest.raises(MemoryError, match="1 pages requested, 0 are free"):
         pages.take(1)
-    assert pages.find(list(digests([1] * 3 * SIZE, SIZE))) == mine
+    assert pages.acquire_prefix(list(digests([1] * 3 * SIZE, SIZE))) == mine
 
 
 def test_page_after_an_evicted_one_is_not_published():
@@ -252,10 +254,10 @@ def test_page_after_an_evicted_one_is_not_published():
                         request=SimpleNamespace(params=params)) for n in (2, 3)
     )  # fmt: skip
     for request in (first, second):
-        cache.remember(request, tokens[: 2 * SIZE], 2 * SIZE)
+        cache.set_tokens_and_publish(request, tokens[: 2 * SIZE], 2 * SIZE)
     pages.release(first.pages)
     taken = pages.take(pages.num_free)
-    cache.remember(second, tokens, len(tokens))
+    cache.set_tokens_and_publish(second, tokens, len(tokens))
     assert not any(map(pages.has, second.digests))
     pages.release([*second.pages, *taken])
     assert pages.num_idle == 0
@@ -265,7 +267,7 @@ def test_page_after_an_evicted_one_is_not_published():
 def test_equal_text_is_published_once():
     pages = Pages(9)
     first, second = publish_text(pages, [1] * SIZE), publish_text(pages, [1] * SIZE)
-    assert pages.find(list(digests([1] * SIZE, SIZE))) == first
+    assert pages.acquire_prefix(list(digests([1] * SIZE, SIZE))) == first
     pages.release(second)
     pages.check()
     assert pages.num_idle == 0, "an unpublished page is idle"

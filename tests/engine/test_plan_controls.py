@@ -16,15 +16,15 @@ pytestmark = pytest.mark.control
 
 def forget_steps_in_flight(whole, self, *arguments):
     planned = whole(self, *arguments)
-    self.mirror.in_flight[planned.slots] -= planned.samples
+    self.mirror.in_flight[planned.slots] -= planned.is_sampled
     return planned
 
 
-def plan_past_the_end(whole, self, idle=True):
-    lines = self._lines.copy()
-    self.mirror.max_length[lines] += 1
-    planned = whole(self, idle)
-    self.mirror.max_length[lines] -= 1
+def plan_past_the_end(whole, self, is_idle=True):
+    slots = self._running_slots.copy()
+    self.mirror.max_length[slots] += 1
+    planned = whole(self, is_idle)
+    self.mirror.max_length[slots] -= 1
     return planned
 
 
@@ -45,10 +45,10 @@ def repeat_plans_without_counting_room(whole, self, *arguments):
     return planned
 
 
-def repeat_plans_of_other_requests(whole, self, running, lines, version):
+def repeat_plans_of_other_requests(whole, self, running, slots, version):
     if self._plan is not None:
         self._plan.version = version
-    return whole(self, running, lines, version)
+    return whole(self, running, slots, version)
 
 
 def publish_pages_at_admission(whole, self, sequence):
@@ -108,11 +108,11 @@ def test_wrong_column_of_the_fast_path_is_detected(monkeypatch, column, more):
     """A page that is missing, a token past the end, an unfinished prompt, a draft that does not exist."""
     whole = FastPath._plan_decoding
 
-    def broken(self, running, lines, version):
+    def broken(self, running, slots, version):
         kept = getattr(self.mirror, column).copy()
-        getattr(self.mirror, column)[lines] = np.maximum(kept[lines] + more, 0)
+        getattr(self.mirror, column)[slots] = np.maximum(kept[slots] + more, 0)
         try:
-            return whole(self, running, lines, version)
+            return whole(self, running, slots, version)
         finally:
             if column != "num_draft":
                 getattr(self.mirror, column)[:] = kept
@@ -124,7 +124,7 @@ def test_wrong_column_of_the_fast_path_is_detected(monkeypatch, column, more):
 
 def test_drafts_that_outgrow_their_pages_are_detected(monkeypatch):
     whole = Scheduler._missing_pages
-    monkeypatch.setattr(Scheduler, "_room", lambda self: np.full(len(self._lines), K))
+    monkeypatch.setattr(Scheduler, "_room", lambda self: np.full(len(self._running_slots), K))
     monkeypatch.setattr(
         Scheduler, "_missing_pages", lambda self, who, drafts, ahead=0: whole(self, who, 0 * drafts)
     )
@@ -137,7 +137,7 @@ def test_page_released_twice_is_detected_by_the_state_machine(monkeypatch):
 
     def broken(self, sequences):
         pages = [page for sequence in sequences for page in sequence.pages]
-        shared = [page for page in pages if self.pages._users.get(page, 0) > 1]
+        shared = [page for page in pages if self.pages._ref_counts.get(page, 0) > 1]
         whole(self, sequences)
         self.pages.release(shared[:1])
 

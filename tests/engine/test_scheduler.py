@@ -27,7 +27,7 @@ def plans(engine, requests, arrivals=()):
         if planned is not None:
             names = [sequence.request.id for sequence in planned.sequences]
             rows = np.maximum(planned.chunk, 1) + planned.drafts
-            columns = (rows.tolist(), planned.drafts.tolist(), planned.samples.tolist())
+            columns = (rows.tolist(), planned.drafts.tolist(), planned.is_sampled.tolist())
             seen.append(dict(zip(names, zip(*columns, strict=True), strict=True)))
             assert planned.num_rows == rows.sum() <= engine.loop.scheduler.max_rows
         return planned

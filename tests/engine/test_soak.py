@@ -27,7 +27,7 @@ def test_control_leaked_page_is_detected(monkeypatch):
     whole = Scheduler._preempt
 
     def broken(self, sequence):
-        self.pages.find(sequence.digests[:1])
+        self.pages.acquire_prefix(sequence.digests[:1])
         whole(self, sequence)
 
     monkeypatch.setattr(Scheduler, "_preempt", broken)

@@ -47,7 +47,7 @@ def test_totals_are_sums_of_request_times(spec, overlap, clock):
     timings = target.stats().timings
     assert target.stats().num_preemptions
     for one in stats.values():
-        assert one.arrived_at < one.scheduled_at < one.first_token_at < one.ended
+        assert one.arrived_at < one.scheduled_at < one.first_token_at < one.ended_at
         assert 0 < one.queue_seconds < one.first_token_seconds < one.seconds
     assert timings.queue.count == timings.first_token.count == 6
     assert timings.queue.total == sum(one.queue_seconds for one in stats.values())

@@ -1,6 +1,6 @@
 """Chi-square tests of the distribution of outputs, with the real noise and sampled drafts.
 
-COUNT requests are sampled; each test has level ALPHA. However 3 points of probability are moved, the
+COUNT requests are sampled; each test has level ALPHA. If any 3 points of probability are moved, the
 noncentrality is at least COUNT * 0.03^2 / (1/2 * 1/2). The first test shows that such a bias is detected with
 probability over 0.99, for the 4 outcomes of one token and the 64 of three. Seeds are fixed.
 """

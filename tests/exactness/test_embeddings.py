@@ -97,7 +97,7 @@ def test_preempted_requests_have_the_same_bits(kind: str) -> None:
 
 def test_control_cached_rows_that_are_not_added_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take prefixes from the cache although the mean needs their rows."""
-    monkeypatch.setattr(Sequence, "cacheable", property(lambda self: len(self.ids) - 1))
+    monkeypatch.setattr(Sequence, "max_cached_tokens", property(lambda self: len(self.ids) - 1))
     engine = tiny.engine(max_num_batched_tokens=256)
     with pytest.raises(AssertionError):
         assert [embeddings(engine, "mean") for _ in range(2)] == [alone("mean")] * 2

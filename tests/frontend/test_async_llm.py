@@ -238,7 +238,7 @@ def test_reader_that_leaves_aborts_its_request(make: Any) -> None:
 
 
 def test_control_unnoticed_leave_is_detected(make: Any, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineThread, "_on_leave", lambda *_: None)
+    monkeypatch.setattr(EngineThread, "_on_abort_unread", lambda *_: None)
     with pytest.raises(AssertionError):
         test_reader_that_leaves_aborts_its_request(make)
 

@@ -138,7 +138,7 @@ class Consumer:
 
 def held(engine: Engine) -> set[int]:
     """Return the hashes of the blocks that the engine can reuse."""
-    return {block_hash(digest) for digest in engine.loop.scheduler.pages._place}
+    return {block_hash(digest) for digest in engine.loop.scheduler.pages._page_of_digest}
 
 
 def test_events_replay_to_the_blocks_that_the_engine_holds(tmp_path: Any) -> None:

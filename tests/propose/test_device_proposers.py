@@ -14,7 +14,7 @@ import heads
 import proposers
 from distribution import ALLOWED, ALPHA, engine_distribution, p_value
 from draftproof.propose import draft_logprobs
-from draftproof.propose.draft_logprobs import DraftRanks
+from draftproof.propose.draft_logprobs import DraftLogprobs
 from draftproof.propose.head import HeadProposer, MtpProposer
 from draftproof.sampling_params import SamplingParams
 from draftproof.types import Draft
@@ -138,10 +138,10 @@ def test_ranks_of_stored_logits_equal_those_in_turn(kind, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setitem(OPTIONS, "ranked", fields)
     monkeypatch.setattr(HeadProposer, "_stores_logits", lambda self, model: model.can_store_logits)
-    add = DraftRanks._add
+    add = DraftLogprobs._add
     for other in (lambda logits: logits.flip(0), lambda logits: logits.roll(1, 0)):
         monkeypatch.setattr(
-            DraftRanks, "_add", lambda self, n, logits, *rest, by=other: add(self, n, by(logits), *rest)
+            DraftLogprobs, "_add", lambda self, n, logits, *rest, by=other: add(self, n, by(logits), *rest)
         )
         assert drafts_of() != stored
 
@@ -165,8 +165,8 @@ def test_ranks_do_not_depend_on_truncating_neighbours(kind, monkeypatch):
     alone = drafts_of(["ranked", "ranked"])
     assert len(alone) > 15
     assert drafts_of(["ranked", "ranked", "truncated"]) == alone
-    add = DraftRanks.add
-    monkeypatch.setattr(DraftRanks, "add", lambda self, logits, vocab, is_scaled: add(self, logits, vocab))
+    add = DraftLogprobs.add
+    monkeypatch.setattr(DraftLogprobs, "add", lambda self, logits, vocab, is_scaled: add(self, logits, vocab))
     assert drafts_of(["ranked", "ranked", "truncated"]) != alone
 
 

@@ -108,7 +108,7 @@ def test_control_audit_detects_a_defect(bug, monkeypatch):
     monkeypatch.setattr(CpuRounds, "shift_rows", broken)
     if bug == "keeps":  # the features of the step before
         runner = "draftproof.engine.drafting.device_proposer.DraftRunner"
-        monkeypatch.setattr(f"{runner}.store_features", lambda self, *rows: None)
+        monkeypatch.setattr(f"{runner}.store_target_features", lambda self, *rows: None)
     with pytest.raises(AssertionError, match="differs"):
         serve_audited(BASE)
 

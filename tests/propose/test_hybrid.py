@@ -170,17 +170,17 @@ def drafts_made(*order, count=2, chains=True):
 
 @pytest.mark.parametrize("order", [("head", "suffix"), ("suffix", "head")], ids=" ".join)
 def test_model_drafts_that_cannot_win_are_skipped(order, monkeypatch):
-    made, num_skipped, whole = drafts_made(*order), [], HybridProposer._winning_budget
+    made, num_skipped, whole = drafts_made(*order), [], HybridProposer._selected_budget
 
     def full_budget(hybrid, batch, found):
         num_skipped.append(int((whole(hybrid, batch, found) < batch.budget).sum()))
         return batch.budget
 
     with monkeypatch.context() as patch:
-        patch.setattr(HybridProposer, "_winning_budget", full_budget)
+        patch.setattr(HybridProposer, "_selected_budget", full_budget)
         assert drafts_made(*order) == made and sum(num_skipped) > 20
     assert {source for step in made for _, source in step} == {"mtp", "suffix"}
-    monkeypatch.setattr(HybridProposer, "_winning_budget", lambda hybrid, batch, found: 0 * batch.budget)
+    monkeypatch.setattr(HybridProposer, "_selected_budget", lambda hybrid, batch, found: 0 * batch.budget)
     assert drafts_made(*order) != made  # negative control: the winner is skipped
 
 

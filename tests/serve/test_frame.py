@@ -37,7 +37,7 @@ from fuzzing import fuzz
 def decoded(step: Step, data: bytes) -> tuple[DecodedFrame, StepResults]:
     frame = decode_frame(data, step.bounds)
     group = ReceivedGroup.build(frame.handles, step.known(), step.bounds.vocab_size)
-    return frame, to_step_results(frame, group, step.results.sources, {})
+    return frame, to_step_results(frame, group, step.results.source_names, {})
 
 
 def check_same(step: Step, data: bytes, at: list[int]) -> None:
@@ -113,7 +113,9 @@ def test_aborted_requests_are_left_out_of_the_results() -> None:
     step = random_step(4, n=9)
     frame = decode_frame(step.frame(), step.bounds)
     known = {handle: r for handle, r in step.known().items() if handle % 2}
-    results = to_step_results(frame, ReceivedGroup.build(frame.handles, known, 97), step.results.sources, {})
+    results = to_step_results(
+        frame, ReceivedGroup.build(frame.handles, known, 97), step.results.source_names, {}
+    )
     stay = [i for i, handle in enumerate(step.handles) if handle % 2]
     assert 0 < len(stay) < 9 and [repr(r) for r in results] == [repr(step.results[i]) for i in stay]
 
@@ -234,16 +236,16 @@ def test_step_of_prompts_alone_is_added_to_outputs_with_named_ids() -> None:
         requests=requests,
         table=np.zeros((2, TOKENS + 3), np.int64),
         columns={},
-        sources=("one", "two"),
+        source_names=("one", "two"),
         host_outputs={0: HostOutput(prompt_logprobs=rows)},
     )
     step = Step(results, [5, 6], Bounds(40, 2, 2), {})
     _, received = decoded(step, step.frame())
     for found in (results, received):
-        table = OutputTable(40, 2, found.sources)
+        table = OutputTable(40, 2, found.source_names)
         outputs = [table.new_output(0, request, None) for request in requests]
         lines = np.array([table.open(output) for output in outputs])
-        assert table.add(lines, found.table, found.source, found.columns, {}) == []
+        assert table.add(lines, found.table, found.draft_sources, found.columns, {}) == []
         assert [table.close(output, "abort", None, None).logprobs for output in outputs] == [[], []]
         assert found.host_outputs[0].prompt_logprobs == rows
 

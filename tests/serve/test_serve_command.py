@@ -20,7 +20,7 @@ from pytest import CaptureFixture
 
 from draftproof.cli.engine_options import offered_options, read_engine_options
 from draftproof.cli.main import _parse, main
-from draftproof.cli.serve import read_settings
+from draftproof.cli.serve import _describe_numerics, read_settings
 from draftproof.serve.http.request_guard import OpenRequestCounts, create_shared_counts
 from draftproof.serve.settings import KEY_VARIABLE, ApiKeys, Settings
 from server_process import TIMEOUT_SECONDS, Program, command_line, started
@@ -34,6 +34,12 @@ def program(folder: Path, *options: str, **variables: str) -> AbstractContextMan
     """Start `draftproof serve` on the tiny model."""
     tiny = ["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--speculative-config", SPEC]
     return started(command_line(str(folder), *tiny, *options), **variables)
+
+
+def test_banner_names_fast_numerics_only_where_they_differ() -> None:
+    lines = [_describe_numerics("fast", f"float32 on cpu ({name} backend)") for name in ("triton", "cpu")]
+    assert "may depend on the batch" in lines[0] and "same bits as exact" in lines[1]
+    assert _describe_numerics("exact", "bfloat16 on cuda (triton backend)") == "exact"
 
 
 def test_server_shows_banner_serves_and_drains_at_sigterm(

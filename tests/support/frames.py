@@ -15,8 +15,8 @@ from draftproof.engine.step.step_results import (
     HostOutput,
     LogprobColumns,
     StepResults,
+    column_logprob_kind,
     has_long_logprobs,
-    logprob_kind_of,
     logprob_width_of,
 )
 from draftproof.metrics import EngineStats, RequestStats
@@ -50,7 +50,7 @@ class Step:
         for i in range(len(self.handles)) if at is None else at:
             params = self.results.requests[i].params
             vocab = self.bounds.vocab_size
-            kind, width = logprob_kind_of(params, vocab), logprob_width_of(params, vocab)
+            kind, width = column_logprob_kind(params, vocab), logprob_width_of(params, vocab)
             entries.append((self.handles[i], kind, width))
         return RequestGroup.build(at, entries)
 
@@ -168,7 +168,7 @@ def random_step(
                 out = out if reason != "error" else accepted
             line[NUM_OUT], line[NUM_DRAFT], line[NUM_ACCEPTED] = out, drafted, accepted
             line[TOKENS : TOKENS + out] = noise.integers(0, vocab, out)
-            wants = logprob_kind_of(params, vocab)
+            wants = column_logprob_kind(params, vocab)
             if wants is not LogprobKind.NONE:
                 line[PICK] = picks[wants]
                 picks[wants] += out
@@ -180,7 +180,7 @@ def random_step(
             extras.setdefault(i, extra).embedding = noise.normal(size=3).astype(np.float32)
     columns = {}
     for kind, count in picks.items():
-        if any(logprob_kind_of(r.params, vocab) is kind for r in requests):
+        if any(column_logprob_kind(r.params, vocab) is kind for r in requests):
             top = min(32, vocab)  # the engine rounds the number of top tokens up
             columns[kind] = LogprobColumns(
                 noise.normal(size=(count + 3, 1 + top)).astype(np.float32),

@@ -44,7 +44,7 @@ def fuzz(count: int, seed: int) -> FuzzCounts:
             results = to_step_results(
                 frame_in,
                 ReceivedGroup.build(frame_in.handles, step.known(), step.bounds.vocab_size),
-                step.results.sources,
+                step.results.source_names,
                 {},
             )
             list(results)  # every entry can be read

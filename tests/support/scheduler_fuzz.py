@@ -126,11 +126,11 @@ class FuzzRun:
             before = state.computed
             self.store(planned.sequences[b], state, before, fresh)
             if state.computed + fresh < state.length:
-                assert not planned.samples[b]
+                assert not planned.is_sampled[b]
                 state.computed += fresh
                 rows += fresh
                 continue
-            assert planned.samples[b] and (chunk or fresh == 1)
+            assert planned.is_sampled[b] and (chunk or fresh == 1)
             drafts = 0 if chunk else min(int(planned.drafts[b]), state.drafts)
             rows += fresh + drafts
             assert state.length + drafts <= len(state.pages) * PAGE, "rows without a page"
@@ -195,7 +195,7 @@ class FuzzRun:
         """Return the smallest length that the request can have, from reads and steps in flight."""
         sure = len(sequence.request.prompt_token_ids) + self.num_read.get(sequence.request.id, 0)
         for planned, _ in self.flights:
-            sure += sum(bool(planned.samples[b]) for b, s in enumerate(planned.sequences) if s is sequence)
+            sure += sum(bool(planned.is_sampled[b]) for b, s in enumerate(planned.sequences) if s is sequence)
         return sure
 
     def check_bounds(self) -> None:
@@ -277,7 +277,7 @@ class FuzzRun:
         scheduler = self.scheduler
         first = min(scheduler.running, key=lambda s: s.rank, default=None)
         try:
-            planned = scheduler.plan(idle=not self.flights)
+            planned = scheduler.plan(is_idle=not self.flights)
         except StepsInFlightError:
             assert self.flights
             self.settle()
@@ -293,7 +293,7 @@ class FuzzRun:
             self.check_plan(planned)
             keys = int(scheduler.mirror.length[planned.slots].sum())
             budget = scheduler.policy.decide(
-                planned.slots, scheduler.draft_room(planned.slots, planned.samples), keys
+                planned.slots, scheduler.draft_room(planned.slots, planned.is_sampled), keys
             ).drafts
             table = self.run(planned, budget)
             scheduler.mirror.num_draft[planned.slots] = budget
@@ -354,9 +354,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages = self.fuzz.scheduler.pages
         pages.check()
         held = Counter(page for s in self.fuzz.scheduler.running for page in s.pages)
-        assert held == pages._users, "users miscounted"
+        assert held == pages._ref_counts, "users miscounted"
         for page in (page for page, users in held.items() if users > 1):
-            assert page in pages._content, "a page is shared that is not full"
+            assert page in pages._digest_of_page, "a page is shared that is not full"
 
     def teardown(self) -> None:
         fuzz = getattr(self, "life", None)

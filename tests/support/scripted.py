@@ -41,8 +41,8 @@ CPU = torch.device("cpu")
 OPS: Ops = resolve("auto", CPU)
 PAGE = 1 << 20  # one page holds any request
 V = 16
-COLD = SamplingParams(temperature=0, max_tokens=20)
-HOT = SamplingParams(temperature=1.0, max_tokens=20)
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=20)
 
 
 def ranked(*rows: list[int], gap: float = 3.0) -> Tensor:

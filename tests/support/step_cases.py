@@ -634,7 +634,7 @@ def store_ranking(ops: Ops, seed: int, size: Size, ref: Any = REF) -> None:
         ranks, ids, values = (
             part.transpose(0, 1) for part in (given.ranks, given.top_ids, given.top_logprobs)
         )
-        given = DraftRanking(ranks, ids, values[..., 1:])  # as `DraftRanks` returns them
+        given = DraftRanking(ranks, ids, values[..., 1:])  # as `DraftLogprobs` returns them
         slots = step.plan.slots.to(by.device)
         by.step.store_ranking(mine, slots, given if seed % 4 else None)
         done.append(DraftRanking(mine.ranks[:-1], mine.top_ids[:-1], mine.top_logprobs[:-1]))

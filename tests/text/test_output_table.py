@@ -122,8 +122,8 @@ def step_of(draw: random.Random, requests: list[Request], starts: np.ndarray, en
         requests=requests,
         table=table,
         columns=columns,
-        sources=SOURCES,
-        source=source if draw.random() < 0.7 else None,
+        source_names=SOURCES,
+        draft_sources=source if draw.random() < 0.7 else None,
         finishes=endings,
         drafts=random_drafts(requests, table, starts, noise, VOCAB, len(SOURCES)),
     )
@@ -154,7 +154,7 @@ def alive(results: StepResults, over: Container[str]) -> StepResults:
         results,
         requests=[results.requests[i] for i in at],
         table=results.table[at],
-        source=None if results.source is None else results.source[at],
+        draft_sources=None if results.draft_sources is None else results.draft_sources[at],
         finishes={n: results.finishes[i] for n, i in enumerate(at) if i in results.finishes},
         drafts=results.drafts and results.drafts.of_requests(np.array(at, np.int64), len(results)),
     )
@@ -186,7 +186,9 @@ def in_bulk(
         now = np.array([outputs[r.id].line for r in results.requests], np.int64)
         lines = lines if np.array_equal(lines, now) else now  # as `RequestTracker` does
         ends = {i: ending.reason for i, ending in results.finishes.items()}
-        matched = table.add(lines, results.table, results.source, results.columns, ends, results.drafts)
+        matched = table.add(
+            lines, results.table, results.draft_sources, results.columns, ends, results.drafts
+        )
         ended = {i: results.finishes.get(i, Finish("stop")) for i in {*results.finishes, *matched}}
         over = {results.requests[i].id: ending for i, ending in ended.items()}
         close([FinishedOutput(outputs[name], e.reason, e.stop, e.error) for name, e in over.items()])
@@ -272,11 +274,11 @@ def test_aborted_output_keeps_its_tokens() -> None:
             columns = results.table.copy()
             columns[:, PICK] = 0
             mine = {LogprobKind.RAW: columns_of(random.Random(1), K + 1)}
-            reported = StepResults([request], columns, mine, SOURCES, results.source)
+            reported = StepResults([request], columns, mine, SOURCES, results.draft_sources)
             builder.feed(reported[0])
             if output.line < 0:
                 table.open(output)
-            table.add(np.array([output.line]), columns, results.source, mine, {})
+            table.add(np.array([output.line]), columns, results.draft_sources, mine, {})
         builder.abort()
         assert differences(builder.output, table.close(output, "abort", None, None)) == []
         assert not table.num_open

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from draftproof.errors import ConfigError
-from draftproof.text.reasoning.formats import FORMATS, find_format
-from draftproof.text.reasoning.parser import parse_reasoning, split_text
+from draftproof.text.reasoning.formats import FORMATS, ReasoningFormat, find_format
+from draftproof.text.reasoning.parser import parse_reasoning
 from draftproof.text.reasoning.section import Phase, Reasoning
 from draftproof.text.tool_calls import json_calls
-from draftproof.text.tool_calls.parser import ToolCallParser, collect
+from draftproof.text.tool_calls.parser import ParsedText, ToolCallParser, collect
 
 MARKED = [form for form in FORMATS.values() if form.parse is None]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -45,6 +45,12 @@ def letters(*special: str, also: Sequence[str] = ()) -> Any:
 def reasoning(name: str, *special: str, also: Sequence[str] = ()) -> Any:
     made = letters(*special, also=also)
     return Reasoning(FORMATS[name], made, len(made.texts)), made
+
+
+def split_text(form: ReasoningFormat, text: str, is_open: bool) -> ParsedText:
+    """Split a whole output without tool calls: the incremental parser, fed once."""
+    parser = ToolCallParser(parse_reasoning(form, is_open), {})
+    return collect([*parser.feed(text), *parser.finish()])
 
 
 @pytest.mark.parametrize("form", MARKED, ids=lambda form: form.name)

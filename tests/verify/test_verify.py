@@ -14,7 +14,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import FinishStatus
 from draftproof.verify import STRATEGIES
-from scripted import COLD, HOT, OPS, Result, V, decide, filled_slots, noise, ranked, run_step, strategy
+from scripted import GREEDY, OPS, SAMPLED, Result, V, decide, filled_slots, noise, ranked, run_step, strategy
 from tiny import engine, request, run
 
 every = pytest.mark.parametrize("name", STRATEGIES)
@@ -28,20 +28,20 @@ every = pytest.mark.parametrize("name", STRATEGIES)
 def test_leading_right_drafts_are_accepted_and_one_token_follows(name: str, right: int) -> None:
     best = [3, 8, 2, 11, 6]
     draft = best[:right] + [9] * (4 - right)
-    result = decide(ranked(*([b] for b in best), gap=40), [draft], COLD, name)
+    result = decide(ranked(*([b] for b in best), gap=40), [draft], GREEDY, name)
     assert result.tokens == [best[: right + 1]]
     assert result.accepted == [right]
 
 
 @every
 def test_no_drafts_is_plain_decoding(name: str) -> None:
-    result = decide(ranked([3], [4], gap=40), [[], []], COLD, name)
+    result = decide(ranked([3], [4], gap=40), [[], []], GREEDY, name)
     assert result.tokens == [[3], [4]] and result.accepted == [0, 0]
 
 
 @every
 def test_right_draft_after_a_wrong_one_is_rejected(name: str) -> None:
-    result = decide(ranked([3], [8], [2], gap=40), [[9, 8]], COLD, name)
+    result = decide(ranked([3], [8], [2], gap=40), [[9, 8]], GREEDY, name)
     assert result.tokens == [[3]]
 
 
@@ -52,7 +52,7 @@ def test_target_match_commits_the_sample_of_every_row() -> None:
     sample = OPS.sampling.gumbel_argmax(logits, keys, torch.arange(4).repeat(100), STREAM_SAMPLE).view(100, 4)
     drafts = sample[:, :3].clone()
     drafts[::2, 1] = (drafts[::2, 1] + 1) % V
-    result = decide(logits, drafts.tolist(), HOT, seeds=seeds)
+    result = decide(logits, drafts.tolist(), SAMPLED, seeds=seeds)
     for i, (got, want) in enumerate(zip(result.tokens, sample.tolist(), strict=True)):
         assert got == (want if i % 2 else want[:2])
 
@@ -60,7 +60,7 @@ def test_target_match_commits_the_sample_of_every_row() -> None:
 def test_greedy_ignores_the_temperature() -> None:
     logits = noise(40)
     best = logits.argmax(-1).view(10, 4)
-    result = decide(logits, best[:, :3].tolist(), HOT, "greedy")
+    result = decide(logits, best[:, :3].tolist(), SAMPLED, "greedy")
     assert result.tokens == best.tolist()
 
 
@@ -70,16 +70,16 @@ def test_rejection_at_temperature_0_is_greedy() -> None:
     drafts[::3, 0] = 5
     drafts[::4, 2] = 6
     probs = torch.softmax(noise(300, seed=1), -1).view(100, 3, V)
-    want = decide(logits, drafts.tolist(), COLD, "greedy").tokens
-    assert decide(logits, drafts.tolist(), COLD, "rejection").tokens == want
-    assert decide(logits, drafts.tolist(), COLD, "rejection", probs=probs).tokens == want
+    want = decide(logits, drafts.tolist(), GREEDY, "greedy").tokens
+    assert decide(logits, drafts.tolist(), GREEDY, "rejection").tokens == want
+    assert decide(logits, drafts.tolist(), GREEDY, "rejection", probs=probs).tokens == want
 
 
 def test_rejection_treats_a_certain_draft_as_probability_1() -> None:
     logits, drafts = noise(400), torch.randint(0, V, (100, 3), generator=torch.Generator().manual_seed(1))
     one_hot = torch.nn.functional.one_hot(drafts, V).float()
-    result = decide(logits, drafts.tolist(), HOT, "rejection", probs=one_hot)
-    assert result.tokens == decide(logits, drafts.tolist(), HOT, "rejection").tokens
+    result = decide(logits, drafts.tolist(), SAMPLED, "rejection", probs=one_hot)
+    assert result.tokens == decide(logits, drafts.tolist(), SAMPLED, "rejection").tokens
     assert 0 < sum(result.accepted) < 300
 
 
@@ -87,7 +87,7 @@ def test_rejection_accepts_every_draft_when_distributions_agree() -> None:
     logits = noise(400)
     probs = logits.softmax(-1).view(100, 4, V)[:, :3]
     drafts = logits.argmax(-1).view(100, 4)[:, :3]
-    assert decide(logits, drafts.tolist(), HOT, "rejection", probs=probs).accepted == [3] * 100
+    assert decide(logits, drafts.tolist(), SAMPLED, "rejection", probs=probs).accepted == [3] * 100
 
 
 def test_rejection_never_accepts_tokens_of_target_probability_0() -> None:
@@ -106,7 +106,7 @@ def test_rejection_never_accepts_tokens_of_target_probability_0() -> None:
 # --- topp ---
 
 
-def topp(logits: Tensor, draft: list[int], params: SamplingParams = COLD, **options: Any) -> Result:
+def topp(logits: Tensor, draft: list[int], params: SamplingParams = GREEDY, **options: Any) -> Result:
     return decide(logits, [draft], params, strategy("topp", **options))
 
 
@@ -154,7 +154,7 @@ def test_topp_options_are_checked() -> None:
 
 
 @every
-@pytest.mark.parametrize("params", (COLD, HOT), ids=("cold", "hot"))
+@pytest.mark.parametrize("params", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
 def test_accept_all_accepts_every_draft(name: str, params: SamplingParams) -> None:
     logits = ranked(*([i] for i in (3, 8, 2, 11)), gap=40)
     result = decide(logits, [[9, 9, 9]], params, name, policy={"accept_policy": "accept_all"})
@@ -166,23 +166,23 @@ def test_accept_all_accepts_every_draft(name: str, params: SamplingParams) -> No
 @every
 def test_reject_all_commits_the_token_of_plain_decoding(name: str) -> None:
     logits = ranked([3], [8], gap=40)
-    result = decide(logits, [[3]], COLD, name, policy={"accept_policy": "reject_all"}, eos=(3,))
+    result = decide(logits, [[3]], GREEDY, name, policy={"accept_policy": "reject_all"}, eos=(3,))
     assert result.tokens == [[3]] and result.accepted == [0] and result.ended == [FinishStatus.STOP]
 
 
 def test_reject_all_samples_as_without_drafts() -> None:
     logits = noise(100)
-    plain = decide(logits, [[]] * 100, HOT).tokens
+    plain = decide(logits, [[]] * 100, SAMPLED).tokens
     again = logits.repeat_interleave(2, 0)
     for name in ("target_match", "rejection"):
-        got = decide(again, [[5]] * 100, HOT, name, policy={"accept_policy": "reject_all"}).tokens
+        got = decide(again, [[5]] * 100, SAMPLED, name, policy={"accept_policy": "reject_all"}).tokens
         assert got == plain
 
 
 def synthetic(policy: dict[str, Any], count: int = 6000, k: int = 4) -> Tensor:
     logits = torch.zeros((1, V)).expand(count * (k + 1), V)
     policy = {"accept_policy": "synthetic", **policy}
-    result = decide(logits, [[9] * k] * count, COLD, policy=policy, seeds=range(count))
+    result = decide(logits, [[9] * k] * count, GREEDY, policy=policy, seeds=range(count))
     return torch.tensor(result.accepted)
 
 
@@ -206,7 +206,7 @@ def test_synthetic_rates_0_and_1_are_exact_and_end_tokens_finish() -> None:
     assert set(synthetic({"synthetic_acceptance_rates": (1, 1, 0, 1)}, 500).tolist()) == {2}
     logits = ranked([3], [8], [2], gap=40)
     policy = {"accept_policy": "synthetic", "synthetic_acceptance_rates": (1.0, 1.0)}
-    assert decide(logits, [[9, 7]], COLD, policy=policy, eos=(9,)).tokens == [[9]]
+    assert decide(logits, [[9, 7]], GREEDY, policy=policy, eos=(9,)).tokens == [[9]]
 
 
 def test_synthetic_length_is_reached_in_the_engine() -> None:
@@ -277,7 +277,7 @@ def test_mixed_strategies_equal_each_alone() -> None:
     best = logits.argmax(-1)
     made = [strategy(name) for name in STRATEGIES]
     row_strategies = [made[i // 2 % len(made)] for i in range(60)]
-    params = [HOT if i % 3 else COLD for i in range(60)]
+    params = [SAMPLED if i % 3 else GREEDY for i in range(60)]
     starts = [sum(counts[:i]) + i for i in range(60)]
     drafts = [best[s : s + c].tolist() for s, c in zip(starts, counts, strict=True)]
     probs = torch.softmax(noise(180, seed=4), -1).view(60, 3, V)
@@ -315,7 +315,7 @@ def test_request_without_speculation_ignores_the_strategy(name: str) -> None:
 
 def test_control_strategies_differ() -> None:
     logits, drafts = noise(400, scale=2.0), [[i % V] * 3 for i in range(100)]
-    results = {name: decide(logits, drafts, HOT, name).tokens for name in STRATEGIES}
+    results = {name: decide(logits, drafts, SAMPLED, name).tokens for name in STRATEGIES}
     for a in results:
         assert all(results[a] != results[b] for b in results if b != a)
 
@@ -325,7 +325,7 @@ def test_memory_past_the_last_draft_is_never_read(name: str) -> None:
     logits = noise(5)
     results = []
     for poison in (-(2**40), -1, 0, V, 2**40):
-        slots = filled_slots([request(i, HOT, 3) for i in range(2)], 4, V)
+        slots = filled_slots([request(i, SAMPLED, 3) for i in range(2)], 4, V)
         slots.columns.draft.fill_(poison)
         slots.columns.draft[0, :2], slots.columns.draft[1, :1] = torch.tensor([3, 4]), 5
         slots.columns.num_draft.copy_(torch.tensor([2, 1]))
@@ -338,8 +338,8 @@ def test_memory_past_the_last_draft_is_never_read(name: str) -> None:
 def test_padding_rows_change_nothing(name: str) -> None:
     logits = noise(7)
     drafts = [[3, 4], [], [5]]
-    plain = decide(logits[:6], drafts, HOT, name)
+    plain = decide(logits[:6], drafts, SAMPLED, name)
     for value in (0.0, torch.nan, torch.inf, -torch.inf):
-        padded = decide(torch.cat([logits[:6], torch.full((3, V), value)]), drafts, HOT, name)
+        padded = decide(torch.cat([logits[:6], torch.full((3, V), value)]), drafts, SAMPLED, name)
         assert padded.tokens == plain.tokens and padded.ended == plain.ended
         assert padded.outcome.table.tolist() == plain.outcome.table.tolist()

@@ -1,4 +1,4 @@
-"""Known defects of another engine's speculative decoding, one test each, with sections of the study of it.
+"""Known defects of FastDeploy's speculative decoding, one test each.
 
 Defects of logprobs are in test_logprobs.py, of n-gram search in test_propose.py, of end tokens, limits and
 min_tokens in test_endings.py, of penalties inside a window in test_transformers_sampling.py.
@@ -22,7 +22,7 @@ from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import NUM_OUT, FinishStatus, LogprobKind, Request
 from draftproof.verify import STRATEGIES
-from scripted import COLD, HOT, OPS, V, decide, noise, ranked, run_step, strategy
+from scripted import GREEDY, OPS, SAMPLED, V, decide, noise, ranked, run_step, strategy
 from tiny import engine, request, run
 
 
@@ -31,19 +31,19 @@ def in_slot(slots: Slots, request: Request, pages: list[int], max_length: int, *
     return Sequence(request, max_length, slot=slots.take(request), pages=pages, **options)
 
 
-# --- 2.5: verification ---
+# --- verification ---
 
 
 def test_row_after_a_topp_window_is_verified() -> None:
-    """2.5(1): K=5, window 2; row 0 takes the fallback, rows 1 and 2 match, row 3 must reject: 4 tokens."""
+    """K=5, window 2; row 0 takes the fallback, rows 1 and 2 match, row 3 must reject: 4 tokens."""
     rows = ranked([3, 4], [8], [2], [11], [6], [5], gap=40.0)
     rows[0, 4] = 4.5
-    result = decide(rows, [[4, 8, 2, 9, 6]], COLD, strategy("topp", max_candidate_len=1))
+    result = decide(rows, [[4, 8, 2, 9, 6]], GREEDY, strategy("topp", max_candidate_len=1))
     assert result.tokens == [[4, 8, 2, 11]] and result.accepted == [3]
 
 
 def test_topp_accepts_the_second_best_and_not_token_0() -> None:
-    """2.5(2): in a nucleus of one, the real second best is accepted; token 0, far down the row, does not."""
+    """In a nucleus of one, the real second best is accepted; token 0, far down the row, does not."""
     rows = ranked([3, 4], [8], [2], [6])
     params = SamplingParams(max_tokens=9, top_p=0.5)
     assert decide(rows, [[4, 8, 2]], params, "topp").accepted == [3]
@@ -52,7 +52,7 @@ def test_topp_accepts_the_second_best_and_not_token_0() -> None:
 
 @pytest.mark.parametrize("top_p", (0.3, 0.9, 0.999, 1.0))
 def test_topp_candidate_set_is_never_empty_on_flat_distributions(top_p: float) -> None:
-    """2.5(3): the mass of 5 candidates never reaches top_p; the best is accepted, sampling works."""
+    """The mass of 5 candidates never reaches top_p; the best is accepted, sampling works."""
     flat = noise(400, scale=1e-3)
     best = flat.argmax(-1).view(200, 2)[:, :1]
     params = SamplingParams(max_tokens=9, top_p=top_p)
@@ -63,7 +63,7 @@ def test_topp_candidate_set_is_never_empty_on_flat_distributions(top_p: float) -
 
 
 def test_topp_sampling_is_renormalised_over_candidates() -> None:
-    """2.5(4): three candidates kept of a larger nucleus; each as often as its share of their mass."""
+    """Three candidates kept of a larger nucleus; each as often as its share of their mass."""
     row = ranked([3, 4, 5, 6, 7], gap=0.4)
     kept = torch.softmax(row[0, [3, 4, 5]].double(), -1)
     chosen_strategy = strategy("topp", max_candidate_len=3)
@@ -82,19 +82,19 @@ def test_topp_sampling_is_renormalised_over_candidates() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_noise_depends_on_the_seed_and_not_on_slot_or_batch(name: str) -> None:
-    """2.5(5): other neighbours, another slot, another call: the same token. Another seed: other tokens."""
+    """Other neighbours, another slot, another call: the same token. Another seed: other tokens."""
     rows = noise(40)
     seeds = list(range(40))
-    together = decide(rows, [[]] * 40, HOT, name, seeds=seeds).tokens
-    backwards = decide(rows.flip(0), [[]] * 40, HOT, name, seeds=seeds[::-1]).tokens
+    together = decide(rows, [[]] * 40, SAMPLED, name, seeds=seeds).tokens
+    backwards = decide(rows.flip(0), [[]] * 40, SAMPLED, name, seeds=seeds[::-1]).tokens
     assert together == backwards[::-1]
-    assert [decide(rows[i : i + 1], [[]], HOT, name, seeds=[i]).tokens[0] for i in range(40)] == together
+    assert [decide(rows[i : i + 1], [[]], SAMPLED, name, seeds=[i]).tokens[0] for i in range(40)] == together
     if name != "greedy":
-        assert decide(rows, [[]] * 40, HOT, name, seeds=[s + 1000 for s in seeds]).tokens != together
+        assert decide(rows, [[]] * 40, SAMPLED, name, seeds=[s + 1000 for s in seeds]).tokens != together
 
 
 def test_every_one_of_1500_windows_is_verified() -> None:
-    """2.1 and 2.5(7): slots beyond 512, rows beyond 1024: every one is decided, penalties too."""
+    """Slots beyond 512, rows beyond 1024: every one is decided, penalties too."""
     count = 1500
     best = (torch.arange(2 * count) * 7) % V
     rows = torch.nn.functional.one_hot(best, V).float() * 9
@@ -104,10 +104,10 @@ def test_every_one_of_1500_windows_is_verified() -> None:
 
 
 def test_length_is_not_over_counted_on_eos() -> None:
-    """2.5(9): an accepted EOS ends the window: no reserved bonus, no stale token, length to match."""
+    """An accepted EOS ends the window: no reserved bonus, no stale token, length to match."""
     rows = ranked([3], [7], [2], [11], gap=40)
-    assert len(decide(rows, [[3, 7, 2]], COLD).tokens[0]) == 4  # without an end token
-    result = decide(rows, [[3, 7, 2]], COLD, eos=(7,))
+    assert len(decide(rows, [[3, 7, 2]], GREEDY).tokens[0]) == 4  # without an end token
+    result = decide(rows, [[3, 7, 2]], GREEDY, eos=(7,))
     assert result.tokens == [[3, 7]]
     assert result.outcome.table[:, NUM_OUT].tolist() == [2] and result.ended == [FinishStatus.STOP]
     columns = result.slots.columns
@@ -115,12 +115,12 @@ def test_length_is_not_over_counted_on_eos() -> None:
     assert int(columns.tokens[0, 3]) < 0, "nothing is written beyond the end"
 
 
-# --- 1.2, 1.3: state ---
+# --- state ---
 
 
 @pytest.mark.parametrize("room", (1, 2, 3, 4))
 def test_history_is_written_up_to_max_model_len(room: int) -> None:
-    """1.3(6): at the exact boundary every token is in the history, none is dropped, none is beyond."""
+    """At the exact boundary every token is in the history, none is dropped, none is beyond."""
     rows = ranked([3], [8], [2], [11], gap=40)
     result = decide(rows, [[3, 8, 2]], SamplingParams(temperature=0, max_tokens=None), max_len=1 + room)
     columns = result.slots.columns
@@ -129,7 +129,7 @@ def test_history_is_written_up_to_max_model_len(room: int) -> None:
 
 
 def test_slot_columns_are_reset_for_the_next_request() -> None:
-    """1.2(c): every column is the new request's own: seed, limits, penalties, end tokens."""
+    """Every column is the new request's own: seed, limits, penalties, end tokens."""
     penalties = {"repetition_penalty": 2.0, "presence_penalty": 1.0, "frequency_penalty": 1.0}
     limits = {"min_tokens": 5, "max_tokens": 7, "stop_token_ids": [4, 5, 6]}
     old = SamplingParams(temperature=0.3, top_k=3, top_p=0.5, min_p=0.5, **penalties, **limits)
@@ -148,10 +148,10 @@ def test_slot_columns_are_reset_for_the_next_request() -> None:
 
 
 def test_bias_and_bans_of_the_previous_request_are_not_read() -> None:
-    """1.2(c): these planes are written for requests that have them and read where LogitAdjust says so."""
+    """These planes are written for requests that have them and read where LogitAdjust says so."""
     old = SamplingParams(logit_bias={3: 50.0}, allowed_token_ids=[3], min_tokens=9)
     slots = Slots(1, 64, 3, 4, V, OPS)
-    for params in (old, SamplingParams(temperature=0, max_tokens=9), replace(COLD, logit_bias={5: -1.0})):
+    for params in (old, SamplingParams(temperature=0, max_tokens=9), replace(GREEDY, logit_bias={5: -1.0})):
         given_params = request(0, params, prompt_token_ids=[1, 9])
         slots.fill([in_slot(slots, given_params, [1], 30)])
         slots.columns.computed.copy_(slots.columns.length - 1)
@@ -161,13 +161,13 @@ def test_bias_and_bans_of_the_previous_request_are_not_read() -> None:
 
 
 def test_request_needs_a_seed() -> None:
-    """1.2(c): it is drawn before the engine sees the request (test_llm.py checks that it is reported)."""
+    """A seed is drawn before the engine gets the request (test_llm.py checks that it is reported)."""
     with pytest.raises(TypeError):
         Request(id="x", prompt_token_ids=[1], params=SamplingParams())  # type: ignore[call-arg]
 
 
 def test_each_request_has_its_own_end_tokens() -> None:
-    """1.2(b): one batch, three sets of end tokens."""
+    """One batch, three sets of end tokens."""
     slots = Slots(3, 64, 3, 4, 97, OPS)
     end_tokens = [(7,), (), tuple(range(20, 40))]
     requests = [request(i, SamplingParams(), 3, eos_token_ids=eos) for i, eos in enumerate(end_tokens)]
@@ -185,10 +185,10 @@ def test_each_request_has_its_own_end_tokens() -> None:
 
 @pytest.mark.parametrize("policy", ("accept_all", "normal"))
 def test_placeholder_is_never_counted_as_a_draft(policy: str) -> None:
-    """1.5: windows of 0, 1 and 3 real drafts in columns of width 3: padding is never counted."""
+    """Windows of 0, 1 and 3 real drafts in columns of width 3: padding is never counted."""
     rows = ranked([3], [3], [8], [3], [8], [2], [11], gap=40)
     drafts = [[], [3], [3, 8, 2]]
-    result = decide(rows, drafts, COLD, policy={"accept_policy": policy})
+    result = decide(rows, drafts, GREEDY, policy={"accept_policy": policy})
     assert result.accepted == [0, 1, 3]
     spec = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
     out = run(engine(speculative=spec), [request(0, SamplingParams(temperature=0, max_tokens=40))])["0"]
@@ -203,7 +203,7 @@ def test_placeholder_is_never_counted_as_a_draft(policy: str) -> None:
 
 
 def test_acceptance_rate_is_accepted_over_drafted() -> None:
-    """5.2, 5.3: one formula for every method; steps without drafts do not dilute it."""
+    """One formula for every method; steps without drafts do not dilute it."""
     stats_ = SpecStats()
     for drafted, accepted_count, emitted in ((4, 2, 3), (0, 0, 1), (2, 2, 3)):
         stats_.record(drafted, accepted_count, emitted)
@@ -220,7 +220,7 @@ def test_acceptance_rate_is_accepted_over_drafted() -> None:
     ),
 )
 def test_unknown_keys_are_errors(key: str, nearest: str) -> None:
-    """5.1: and the error names the nearest one."""
+    """An unknown key is an error that names the nearest one."""
     with pytest.raises(ConfigError, match=nearest):
         engine(speculative={"method": "ngram", key: 3})
 

@@ -232,6 +232,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
         supervisor.stop()
 
 
+def _describe_numerics(numerics: str, engine: str) -> str:
+    """Return the option and its effect: only the Triton backend has other kernels for "fast"."""
+    if numerics == "exact":
+        return numerics
+    if "(triton backend)" in engine:
+        return f"{numerics}: bits may depend on the batch"
+    return f"{numerics}: the same bits as exact with this backend"
+
+
 def _banner(options: argparse.Namespace, listener: socket.socket, console: Console, llm: Any) -> None:
     from rich.table import Table
 
@@ -240,12 +249,12 @@ def _banner(options: argparse.Namespace, listener: socket.socket, console: Conso
     shown = f"[{host}]" if ":" in host else host
     scheme = "http" if options.ssl_certfile is None else "https"
     table = Table(show_header=False, box=None, pad_edge=False)
-    numerics = config.numerics + ("" if config.numerics == "exact" else ": bits may depend on the batch")
+    engine = llm.describe().split(", ")[1]
     rows = [
         ("Draftproof", __version__),
         ("model", config.model),
-        ("engine", llm.describe().split(", ")[1]),
-        ("numerics", numerics),
+        ("engine", engine),
+        ("numerics", _describe_numerics(config.numerics, engine)),
         ("drafts", f"{spec.method}, at most {spec.num_speculative_tokens}" if spec else "none"),
         ("strategy", llm.strategy_label(SamplingParams())[0]),
         ("context", f"{llm.limits.max_model_len} tokens"),

@@ -152,7 +152,7 @@ def build_engine(
         max_logprobs=config.max_logprobs,
         kv_tokens=sizes.kv_tokens,
         speculative_tokens=sizes.k if proposer else 0,
-        at_once=None if config.max_num_waiting is None else sizes.num_seqs + config.max_num_waiting,
+        max_open_requests=None if config.max_num_waiting is None else sizes.num_seqs + config.max_num_waiting,
     )
     return EngineParts(ops, runner, loop, limits, strategies, formats, split)
 

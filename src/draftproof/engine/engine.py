@@ -18,7 +18,12 @@ from draftproof.engine.live.weights import LiveWeights
 from draftproof.engine.parallel.rank_processes import start_ranks
 from draftproof.engine.sequence import Sequence
 from draftproof.engine.step.step_features import draft_top
-from draftproof.engine.step.step_results import StepResults, has_long_logprobs, mode_of
+from draftproof.engine.step.step_results import (
+    StepResults,
+    column_logprob_kind,
+    has_long_logprobs,
+    requested_logprob_kind,
+)
 from draftproof.engine.step.warmup import Progress
 from draftproof.engine.validation import check_request
 from draftproof.errors import EngineDeadError, QueueFullError, RequestError
@@ -152,7 +157,7 @@ class Engine(PausableEngine):
     def _check_alive(self) -> None:
         if self._failure is not None:
             failure = f"{type(self._failure).__name__}: {self._failure}"
-            raise EngineDeadError(f"this engine broke, build another: {failure}") from self._failure
+            raise EngineDeadError(f"this engine has failed, create a new one: {failure}") from self._failure
 
     def add(self, request: Request, max_length: int | None = None) -> RequestStats:
         """Queue a request; return its counters, which are updated in place.
@@ -176,8 +181,8 @@ class Engine(PausableEngine):
             draft_limit=limit if self.loop.proposer and speculation.enabled and not request.pooling else 0,
             adaptive=adaptive and self._may_adapt(strategy),
             strategy=self._strategies.by_index.index(strategy),
-            logprob_kind=mode_of(params) if params.needs_logprobs and not is_long else LogprobKind.NONE,
-            draft_kind=mode_of(params) if params.include_draft_logprobs else LogprobKind.NONE,
+            logprob_kind=column_logprob_kind(params, vocab),
+            draft_kind=requested_logprob_kind(params) if params.include_draft_logprobs else LogprobKind.NONE,
             draft_top=draft_top(params, self.limits.vocab_size) if params.include_draft_logprobs else 0,
             has_long_logprobs=is_long,
             has_host_processors=bool(params.logits_processors or request.bad_word_ids),

@@ -120,7 +120,7 @@ def with_failed(results: StepResults, failed: Many[Sequence], width: int, reason
     new = len(requests) - len(results.requests)
     table = np.zeros((len(requests), width), np.int64)
     table[: len(results.requests)] = results.table.reshape(-1, width)
-    source = results.source
-    if source is not None:
-        source = np.concatenate([source, np.zeros((new, source.shape[1]), source.dtype)])
-    return replace(results, requests=requests, table=table, source=source, finishes=finishes)
+    sources = results.draft_sources
+    if sources is not None:
+        sources = np.concatenate([sources, np.zeros((new, sources.shape[1]), sources.dtype)])
+    return replace(results, requests=requests, table=table, draft_sources=sources, finishes=finishes)

@@ -24,7 +24,7 @@ from draftproof.engine.fault_recovery import FaultRecovery, StepFault
 from draftproof.engine.invariants import check_step
 from draftproof.engine.request_release import RequestRelease
 from draftproof.engine.scheduler import Scheduler, StepsInFlightError
-from draftproof.engine.sequence import PooledRows, StepPlan
+from draftproof.engine.sequence import PooledRows, SlotMirror, StepPlan
 from draftproof.engine.slots import Slots
 from draftproof.engine.step import grammar_masks
 from draftproof.engine.step.device_step import DeviceStep, PendingStep
@@ -54,6 +54,7 @@ class Loop:
         grammar_seconds: float,
         debug: bool = False,
     ) -> None:
+        """Set the parts; grammar_seconds: CPU seconds for masks; debug: check invariants at every step."""
         self.scheduler = scheduler
         self.slots = slots
         self.device = device
@@ -93,6 +94,7 @@ class Loop:
         return results
 
     def _step(self) -> StepResults:
+        """Queue a step, or read the oldest one in flight; return the results of a step that was read."""
         if self.is_paused:
             return self._read_step(self.pending.popleft()) if self.pending else NOTHING
         run_ahead = self.policy.run_ahead
@@ -132,24 +134,21 @@ class Loop:
         return any(sequence.needs_sync for sequence in (*scheduler.running, *waiting))
 
     def _launch(self) -> PendingStep | None:
+        """Plan the next step and queue it; None if no request has a row. StepFault: the step is lost."""
         scheduler, host, started = self.scheduler, self.scheduler.mirror, time.perf_counter()
         needs_sync = self.hooks.drafts_on_host or not self.overlap or self._needs_sync()
         try:
-            counted = needs_sync and self.hooks.drafts_on_device
-            if counted and scheduler.may_have_drafts:
+            has_exact_drafts = needs_sync and self.hooks.drafts_on_device
+            if has_exact_drafts and scheduler.may_have_drafts:
                 self._count_drafts()
-            planned = scheduler.plan(idle=not self.pending, counted=counted)
+            planned = scheduler.plan(is_idle=not self.pending, has_exact_drafts=has_exact_drafts)
         except DEVICE_ERRORS as error:  # reading failed before the step began
             raise StepFault([]) from error
         for sequence in scheduler.preempted:
             self.hooks.stop(sequence.last_slot)
         if planned is None:
             return None
-        computed, lines = None, planned.slots
-        if planned.has_prompts or needs_sync:
-            # a prompt has no step in flight
-            before = host.length[lines] - host.prompt_left[lines] - planned.chunk
-            computed = np.where(planned.chunk > 0, before, host.length[lines] - 1)
+        computed = computed_before(planned, host) if planned.has_prompts or needs_sync else None
         try:
             pending_step = self._queue(planned, computed, needs_sync, started)
         except DEVICE_ERRORS as error:
@@ -158,6 +157,7 @@ class Loop:
         return pending_step
 
     def _queue(self, planned: StepPlan, computed: Ints | None, sync: bool, started: float) -> PendingStep:
+        """Fill the slots of admitted requests, send masks, queue the step, its drafts and its copy."""
         scheduler, host = self.scheduler, self.scheduler.mirror
         if planned.new_pages or planned.admitted:
             self.slots.grow(planned.new_pages)
@@ -166,7 +166,7 @@ class Loop:
         self.hooks.start(planned.admitted)
         decision, host_processed = DraftDecision(planned.zeros), {}
         if self.hooks.drafts_on_device:
-            decision = self.device.deferred_kv.plan(planned, self._decide(planned.slots, planned.samples))
+            decision = self.device.deferred_kv.plan(planned, self._decide(planned.slots, planned.is_sampled))
         grammar_errors: GrammarErrors = {}
         if scheduler.num_needing_sync:
             grammar_errors = grammar_masks.send_masks(planned, self.slots, self.device, self._mask_thread)
@@ -195,16 +195,17 @@ class Loop:
             queued_logprobs=queued,
         )
 
-    def _decide(self, slots: Ints, samples: Bools, refresh: bool = False) -> DraftDecision:
+    def _decide(self, slots: Ints, is_sampled: Bools, refresh: bool = False) -> DraftDecision:
+        """Return the drafts to make behind the step; is_sampled [B]: of `StepPlan`."""
         scheduler = self.scheduler
         keys = 0 if scheduler.drafts_before_plan else int(np.add.reduce(scheduler.mirror.length[slots]))
-        return self.policy.decide(slots, scheduler.draft_room(slots, samples), keys, refresh)
+        return self.policy.decide(slots, scheduler.draft_room(slots, is_sampled), keys, refresh)
 
     def _count_drafts(self) -> None:
         """Read the exact number of drafts from the device. No step may be in flight."""
         counts = self.device.ops.runtime.fetch(self.slots.columns.num_draft)().numpy()
-        lines, host = np.array([s.slot for s in self.scheduler.running], np.int64), self.scheduler.mirror
-        host.num_draft[lines], host.matched[lines] = counts[lines], self.device.drafting.match_lengths[lines]
+        slots, host = np.array([s.slot for s in self.scheduler.running], np.int64), self.scheduler.mirror
+        host.num_draft[slots], host.matched[slots] = counts[slots], self.device.drafting.match_lengths[slots]
 
     def _current_features(self) -> StepFeatures:
         """Return the features of the running requests, cached while the running set stays the same."""
@@ -215,11 +216,12 @@ class Loop:
         return self._features[1]
 
     def _read_step(self, step: PendingStep) -> StepResults:
+        """Wait for a step, record its tokens, finish ended requests, and return the results."""
         planned, scheduler = step.planned, self.scheduler
         from_host: dict[int, HostOutput] = {}
         pooled: dict[int, PooledRows] = {}
         try:
-            waited, was_ready = time.perf_counter(), step.read.is_ready()
+            wait_began_at, was_ready = time.perf_counter(), step.read.is_ready()
             found = step.tensors.packed.unpack(step.read(), planned.num_drafts > 0)
             table, source = found.table[: len(planned.slots)], found.draft_sources
             source = None if source is None else source[planned.slots]
@@ -236,14 +238,10 @@ class Loop:
             self.pending.clear()
             raise StepFault([(f.planned, f.computed) for f in lost]) from error
         self._recovery.record_success()
-        times = StepTimes(step.started, waited, time.perf_counter(), step.is_queued_behind, was_ready)
+        read_at = time.perf_counter()
+        times = StepTimes(step.started, wait_began_at, read_at, step.is_queued_behind, was_ready)
         self.release.release_finished(step.number)
-        for b, one in from_host.items():
-            planned.sequences[b].num_prompt_logprobs += len(one.prompt_logprobs or ())
-        for b, rows in pooled.items():
-            planned.sequences[b].pooled = rows
-            if planned.samples[b]:
-                from_host[b] = HostOutput(embedding=rows.mean())
+        record_prompt_results(planned, from_host, pooled)
         is_same = planned.version == scheduler.version  # the running set has not changed since the plan
         is_current = scheduler.settle(planned, table[:, NUM_OUT])
         self._observe(step, table, source, is_current, times)
@@ -254,7 +252,7 @@ class Loop:
             planned.requests, table, found.logprobs, self.sources, source, finishes, from_host, drafts
         )
         if not is_same or planned.has_prompts:
-            is_reported = is_current & planned.samples
+            is_reported = is_current & planned.is_sampled
             is_reported[list(from_host)] |= is_current[list(from_host)]
             results = results.only(is_reported.nonzero()[0])
         if self.hooks.drafts_on_host:
@@ -267,6 +265,7 @@ class Loop:
     def _observe(
         self, step: PendingStep, table: Ints, sources: np.ndarray | None, is_current: Bools, times: StepTimes
     ) -> None:
+        """Record results and times of a step in the draft policy."""
         planned, scheduler = step.planned, self.scheduler
         keys = int(np.add.reduce(scheduler.mirror.length[planned.slots]))
         observed = StepObservation(planned, table, sources, is_current, keys, times, step.draft_run)
@@ -276,18 +275,38 @@ class Loop:
             (timings.prompt_steps if planned.has_prompts else timings.decode_steps).observe(seconds)
 
     def _propose(self, step: PendingStep) -> None:
+        """Make the next drafts with a host proposer and store them on the device."""
         proposer, planned = self.hooks.proposer, step.planned
         assert proposer is not None
         entries = [i for i, s in enumerate(planned.sequences) if s.slot >= 0]
         slots, lengths = planned.slots[entries], self.scheduler.mirror.length
         try:
-            budget = self._decide(slots, planned.samples[entries], refresh=True).drafts
+            budget = self._decide(slots, planned.is_sampled[entries], refresh=True).drafts
             if not entries or not (budget.any() or proposer.needs_hidden):
                 return
             hidden = step.hidden if proposer.needs_hidden else None
             assert step.computed is not None  # set for every step that needs the host
             batch = propose_batch(self.slots, planned, entries, step.computed, lengths, budget, hidden)
-            self.device.put(slots, budget, proposer.propose(batch))
+            self.device.store_host_drafts(slots, budget, proposer.propose(batch))
             self._count_drafts()
         except Exception as error:  # a plug-in's code may raise anything
             self.hooks.switch_off(error)
+
+
+def computed_before(planned: StepPlan, host: SlotMirror) -> Ints:
+    """Return the tokens [B] with KV before a step that was just planned; a prompt has no step in flight."""
+    slots = planned.slots
+    before = host.length[slots] - host.prompt_left[slots] - planned.chunk
+    return np.where(planned.chunk > 0, before, host.length[slots] - 1)
+
+
+def record_prompt_results(
+    planned: StepPlan, from_host: dict[int, HostOutput], pooled: dict[int, PooledRows]
+) -> None:
+    """Record prompt logprobs and pooled rows of a step by entry; add embeddings to `from_host`."""
+    for b, one in from_host.items():
+        planned.sequences[b].num_prompt_logprobs += len(one.prompt_logprobs or ())
+    for b, rows in pooled.items():
+        planned.sequences[b].pooled = rows
+        if planned.is_sampled[b]:
+            from_host[b] = HostOutput(embedding=rows.mean())

@@ -40,9 +40,9 @@ class Pages:
         self.events = events
         self.capacity = num_pages - 1  # pages that can be allocated
         self._empty = list(range(num_pages - 1, 0, -1))
-        self._users: dict[int, int] = {}
-        self._content: dict[int, bytes] = {}
-        self._place: dict[bytes, int] = {}
+        self._ref_counts: dict[int, int] = {}  # users by page
+        self._digest_of_page: dict[int, bytes] = {}  # of the published content
+        self._page_of_digest: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # published, without users, oldest first
 
     @property
@@ -57,7 +57,7 @@ class Pages:
 
     def is_used(self, page: int) -> bool:
         """Return whether the page has a user."""
-        return page in self._users
+        return page in self._ref_counts
 
     def take(self, count: int) -> list[int]:
         """Allocate `count` pages, evicting unused content where needed."""
@@ -70,44 +70,47 @@ class Pages:
             page, _ = self._idle.popitem(last=False)
             self._withdraw(page)
             pages.append(page)
-        self._users.update(dict.fromkeys(pages, 1))
+        self._ref_counts.update(dict.fromkeys(pages, 1))
         return pages
 
     def _withdraw(self, page: int) -> None:
-        digest = self._content.pop(page)
-        del self._place[digest]
+        digest = self._digest_of_page.pop(page)
+        del self._page_of_digest[digest]
         if self.events is not None:
             self.events.removed(digest)
 
-    def find(self, prefix: Many[bytes]) -> list[int]:
-        """Return the pages of the longest published beginning of `prefix`, with one more user each."""
+    def acquire_prefix(self, prefix: Many[bytes]) -> list[int]:
+        """Return the pages of the longest published beginning of `prefix`, with one more user each.
+
+        The caller releases them.
+        """
         found = []
         for digest in prefix:
-            page = self._place.get(digest)
+            page = self._page_of_digest.get(digest)
             if page is None:
                 break
             self._idle.pop(page, None)
-            self._users[page] = self._users.get(page, 0) + 1
+            self._ref_counts[page] = self._ref_counts.get(page, 0) + 1
             found.append(page)
         return found
 
     def has(self, digest: bytes) -> bool:
         """Return whether a page is published under the digest."""
-        return digest in self._place
+        return digest in self._page_of_digest
 
     def publish(self, page: int, digest: bytes) -> bool:
         """Publish a full page that will not change; False if its content is published already."""
-        assert page in self._users, f"page {page} has no user"
-        is_new = page not in self._content and digest not in self._place
+        assert page in self._ref_counts, f"page {page} has no user"
+        is_new = page not in self._digest_of_page and digest not in self._page_of_digest
         if is_new:
-            self._content[page] = digest
-            self._place[digest] = page
+            self._digest_of_page[page] = digest
+            self._page_of_digest[digest] = page
         return is_new
 
     def unpublish(self, pages: Many[int]) -> None:
         """Withdraw the content of `pages` from the prefix cache, whether they have users or not."""
         for page in pages:
-            if page in self._content:
+            if page in self._digest_of_page:
                 self._withdraw(page)
             if page in self._idle:
                 del self._idle[page]
@@ -116,14 +119,14 @@ class Pages:
     def clear(self) -> None:
         """Withdraw all content from the prefix cache."""
         events, self.events = self.events, None  # one event instead of one a page
-        self.unpublish(list(self._content))
+        self.unpublish(list(self._digest_of_page))
         self.events = events
         if events is not None:
             events.cleared()
 
     def release(self, pages: Many[int]) -> None:
         """Remove one user of each page. The last pages of a sequence are evicted first."""
-        users, content, empty = self._users, self._content, self._empty
+        users, content, empty = self._ref_counts, self._digest_of_page, self._empty
         for page in reversed(pages):
             count = users.pop(page, 0)
             if count == 1:
@@ -138,37 +141,41 @@ class Pages:
 
     def check(self) -> None:
         """Assert that every page is empty, idle or used, and that content is published once."""
-        empty, idle, used = set(self._empty), set(self._idle), set(self._users)
+        empty, idle, used = set(self._empty), set(self._idle), set(self._ref_counts)
         assert len(empty) == len(self._empty), "a page is on the free list twice"
         assert not (empty & idle or empty & used or idle & used), "a page is free and taken"
         assert len(empty) + len(idle) + len(used) == self.capacity, "a page was lost"
-        assert idle <= set(self._content), "an idle page has no content"
-        assert {self._place[d] for d in self._content.values()} == set(self._content), "content is misplaced"
-        assert not empty & set(self._content), "an empty page has content"
-        assert all(count > 0 for count in self._users.values()), "a page has a user count of zero"
+        assert idle <= set(self._digest_of_page), "an idle page has no content"
+        pages = {self._page_of_digest[digest] for digest in self._digest_of_page.values()}
+        assert pages == set(self._digest_of_page), "content is misplaced"
+        assert not empty & set(self._digest_of_page), "an empty page has content"
+        assert all(count > 0 for count in self._ref_counts.values()), "a page has a user count of zero"
 
 
 class PrefixCache:
-    """Publishes and finds the full pages of requests."""
+    """Publishes the full pages of requests and finds them."""
 
     def __init__(self, pages: Pages, page_size: int, enabled: bool) -> None:
         self.pages = pages
         self.page_size = page_size
         self.enabled = enabled
 
-    def find(self, sequence: Sequence) -> list[int]:
-        """Return the published pages of the longest prefix of the request."""
+    def acquire_prefix(self, sequence: Sequence) -> list[int]:
+        """Return the published pages of the longest prefix of the request, with one more user each.
+
+        The caller releases them.
+        """
         if not self.enabled:
             return []
-        self.read(sequence)
-        return self.pages.find(sequence.digests[: sequence.cacheable // self.page_size])
+        self.compute_digests(sequence)
+        return self.pages.acquire_prefix(sequence.digests[: sequence.max_cached_tokens // self.page_size])
 
     def publish_pages(self, sequence: Sequence, computed: int) -> list[int]:
-        """Publish the full pages of a request up to `computed` tokens, for later plans; return new ones.
+        """Publish full pages up to `computed` tokens for later plans; return all pages of that range.
 
         Later plans only: attention kernels read the keys before the first row of a request without waiting
         for the kernels of the pass (`few_rows.py`), so no request may read keys that another stores in it.
-        A page is not published once the page before it has been evicted, since `find` would not reach it.
+        A page is not published once the page before it has been evicted: `acquire_prefix` would not reach it.
         That happens where two requests computed the same prefix: published pages belong to one of them.
         """
         if not self.enabled:
@@ -193,14 +200,14 @@ class PrefixCache:
                 events.stored(sequence.digests, first, page + 1, sequence.ids, salt)
                 first = following
 
-    def remember(self, sequence: Sequence, ids: Many[int], computed: int) -> None:
+    def set_tokens_and_publish(self, sequence: Sequence, ids: Many[int], computed: int) -> None:
         """Set the committed tokens of a request and publish its full pages."""
         sequence.ids = ids
         if self.enabled:
-            self.read(sequence)
+            self.compute_digests(sequence)
             self.publish_pages(sequence, computed)
 
-    def read(self, sequence: Sequence) -> None:
+    def compute_digests(self, sequence: Sequence) -> None:
         """Compute the digests of the full pages that have none yet."""
         if self.enabled and len(sequence.digests) < len(sequence.ids) // self.page_size:
             salt = sequence.request.params.cache_salt or ""

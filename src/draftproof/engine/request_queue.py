@@ -47,10 +47,10 @@ class RequestQueue:
         self.num_with_queued_logprobs = 0  # requests with logprobs that are queued behind a step
         self.num_preemptions = 0
         self.num_queried = 0  # prompt tokens that were looked up in the prefix cache
-        self.num_cached = 0  # and found
+        self.num_cached = 0  # prompt tokens found in the prefix cache
         self.timings = Timings()
         self._arrivals = 0
-        self._lines = np.zeros(0, np.int64)  # slots of `running`
+        self._running_slots = np.zeros(0, np.int64)  # of `running`
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
@@ -95,7 +95,7 @@ class RequestQueue:
     def do_idle_work(self) -> None:
         """Compute the page digests of the request that is admitted next, while the device is busy."""
         if self.waiting:
-            self.prefix_cache.read(self.waiting[0])
+            self.prefix_cache.compute_digests(self.waiting[0])
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that hold so many tokens."""
@@ -115,12 +115,12 @@ class RequestQueue:
             admitted.append(first)
             admitted_rows += int(left[first.slot])
         if admitted:
-            self._lines = np.append(self._lines, [sequence.slot for sequence in admitted])
+            self._running_slots = np.append(self._running_slots, [sequence.slot for sequence in admitted])
         return admitted
 
     def _admit(self, sequence: Sequence) -> bool:
         """Admit the first waiting request if its tokens and the next one fit on free pages."""
-        found = self.prefix_cache.find(sequence)
+        found = self.prefix_cache.acquire_prefix(sequence)
         tokens = min(len(sequence.ids) + 1 + self.lookahead, sequence.max_length)
         need = self.pages_for(tokens) - len(found)
         spare = len(self.running)  # a page for each running request, or this one is preempted soon
@@ -155,7 +155,7 @@ class RequestQueue:
         """Preempt a running request. No step may be in flight."""
         slot = sequence.slot
         length, left = int(self.mirror.length[slot]), int(self.mirror.prompt_left[slot])
-        self._wait_again(sequence, length - left if left else length - 1)
+        self._return_to_waiting(sequence, length - left if left else length - 1)
         sequence.stats.num_preemptions += 1
         self.num_preemptions += 1
         self.preempted.append(sequence)
@@ -163,12 +163,13 @@ class RequestQueue:
     def requeue(self, sequence: Sequence, computed: int) -> None:
         """Queue a running request again after a failed step, with KV of `computed` tokens before it."""
         sequence.num_published_pages = min(sequence.num_published_pages, computed // self.page_size)
-        self._wait_again(sequence, computed)
+        self._return_to_waiting(sequence, computed)
 
-    def _wait_again(self, sequence: Sequence, computed: int) -> None:
+    def _return_to_waiting(self, sequence: Sequence, computed: int) -> None:
+        """Remove a running request and queue it at its rank, with its tokens and full pages kept."""
         length = int(self.mirror.length[sequence.slot])
         ids = sequence.ids if length == len(sequence.ids) else self.slots.read(sequence.slot, length)
-        self.prefix_cache.remember(sequence, ids, computed)
+        self.prefix_cache.set_tokens_and_publish(sequence, ids, computed)
         self._remove_from_running([sequence])
         insort(self.waiting, sequence, key=lambda s: s.rank)
 
@@ -195,14 +196,15 @@ class RequestQueue:
             sequence.pages, sequence.num_published_pages = pages, num_published
 
     def _record_end(self, sequence: Sequence) -> None:
+        """Record the time at which a request ended, and no longer count its options."""
         self.num_needing_sync -= sequence.needs_sync
         self.num_with_queued_logprobs -= sequence.has_queued_logprobs
-        sequence.stats.ended = time.monotonic()
+        sequence.stats.ended_at = time.monotonic()
 
     def release_pages(self, sequence: Sequence, ids: list[int] | None) -> None:
         """Release the pages of a finished request, published if its tokens `ids` are known."""
         if ids is not None:
-            self.prefix_cache.remember(sequence, ids, len(ids) - 1)
+            self.prefix_cache.set_tokens_and_publish(sequence, ids, len(ids) - 1)
         self.pages.release(sequence.pages)
         sequence.pages = []
 
@@ -214,7 +216,7 @@ class RequestQueue:
         slots = [sequence.slot for sequence in sequences]
         is_removed = np.zeros(len(self.mirror.length), np.bool_)
         is_removed[slots] = True
-        self._lines = self._lines[~is_removed[self._lines]]
+        self._running_slots = self._running_slots[~is_removed[self._running_slots]]
         self.mirror.generation[slots] += 1
         for sequence in sequences:
             self.slots.free(sequence.slot)

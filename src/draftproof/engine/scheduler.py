@@ -49,20 +49,22 @@ class Scheduler(RequestQueue):
         prefix_caching: bool = True,
         lookahead: int = 0,
     ) -> None:
+        """Start without requests; `max_rows`: rows of a step. Other arguments: see `RequestQueue`."""
         super().__init__(slots, pages, page_size, policy, prefix_caching, lookahead)
         self.max_rows = max_rows
         self.drafts_before_plan = policy.drafts_before_plan
         self._fast_path = FastPath(self.mirror, policy, page_size, max_rows, lookahead)
 
-    def plan(self, idle: bool = True, counted: bool = False) -> StepPlan | None:
+    def plan(self, is_idle: bool = True, has_exact_drafts: bool = False) -> StepPlan | None:
         """Return the plan of the next step; None if no request has a row to compute.
 
-        `idle`: no step is in flight; StepsInFlightError is raised where that is needed. `counted`: the mirror
-        has exact numbers of drafts, which may depend on sampled tokens: no draft is dropped by their number.
+        is_idle: no step is in flight; StepsInFlightError is raised where that is needed.
+        has_exact_drafts: the mirror has exact numbers of drafts. They may depend on sampled tokens, so no
+        draft is dropped by their number.
         """
         self.preempted.clear()
         if not self._selects_drafts() and not (self.waiting and self.slots.num_free):
-            planned = self._fast_path.plan(self.running, self._lines, self.version)
+            planned = self._fast_path.plan(self.running, self._running_slots, self.version)
             if planned is not None:
                 return planned
         while True:
@@ -74,7 +76,7 @@ class Scheduler(RequestQueue):
                 short = self._missing_pages(decodes, drafts, newest)
             if short.sum() <= self.pages.num_free:
                 break
-            if not idle:
+            if not is_idle:
                 raise StepsInFlightError
             self._preempt(max(self.running, key=lambda s: s.rank))
         new_pages = self._grow(short)
@@ -84,19 +86,19 @@ class Scheduler(RequestQueue):
             none = np.zeros(len(admitted), np.int64)
             decodes, drafts = np.append(decodes, none > 0), np.append(drafts, none)
         chunk = self._chunks(rows)
-        if drafts.any() and chunk.any() and not (self.drafts_before_plan or counted):
-            drafts = self.policy.refit(self._lines, drafts, int(decodes.sum() + chunk.sum()))
+        if drafts.any() and chunk.any() and not (self.drafts_before_plan or has_exact_drafts):
+            drafts = self.policy.refit(self._running_slots, drafts, int(decodes.sum() + chunk.sum()))
         is_scheduled = decodes | (chunk > 0)
         if not is_scheduled.any():
             return None
         planned = self._planned(is_scheduled, chunk, drafts, admitted, new_pages)
-        self._fast_path.after(planned if is_scheduled.all() and not planned.has_prompts else None)
+        self._fast_path.record_plan(planned if is_scheduled.all() and not planned.has_prompts else None)
         return planned
 
     @property
     def may_have_drafts(self) -> bool:
         """Return whether a running request may have drafts, by the upper bounds of their numbers."""
-        return bool(self.mirror.num_draft[self._lines].any())
+        return bool(self.mirror.num_draft[self._running_slots].any())
 
     def _selects_drafts(self) -> bool:
         """Return whether drafts exist from which the plan chooses."""
@@ -109,25 +111,25 @@ class Scheduler(RequestQueue):
 
     def _decoding(self) -> tuple[Bools, Ints]:
         """Return which running requests decode, and the drafts of each."""
-        lines, host = self._lines, self.mirror
-        left = host.prompt_left[lines]
+        slots, host = self._running_slots, self.mirror
+        left = host.prompt_left[slots]
         # Steps in flight may leave a request short of its end. A stop token in them is not known yet.
-        decodes: Bools = (left == 0) & (host.length[lines] + host.in_flight[lines] < host.max_length[lines])
+        decodes: Bools = (left == 0) & (host.length[slots] + host.in_flight[slots] < host.max_length[slots])
         rows = self.max_rows - int(decodes.sum())
         has_prompts = bool(left.any()) or bool(self.waiting and self.slots.num_free)
         room = rows // 2 if has_prompts else rows
-        drafts: Ints = np.where(decodes, host.num_draft[lines], 0)
+        drafts: Ints = np.where(decodes, host.num_draft[slots], 0)
         if self.drafts_before_plan:
-            keys = int(host.length[lines].sum())
-            matched = host.matched[lines[decodes]]
-            drafts[decodes] = self.policy.select(lines[decodes], drafts[decodes], keys, matched)
+            keys = int(host.length[slots].sum())
+            matched = host.matched[slots[decodes]]
+            drafts[decodes] = self.policy.select(slots[decodes], drafts[decodes], keys, matched)
         if drafts.sum() > room:
             drafts = np.diff(np.minimum(np.cumsum(drafts), room), prepend=0)
         return decodes, drafts
 
     def _chunks(self, rows: int) -> Ints:
         """Return the prompt rows of each running request: all that the best rank needs, then the next."""
-        left = self.mirror.prompt_left[self._lines]
+        left = self.mirror.prompt_left[self._running_slots]
         chunk = np.zeros_like(left)
         for i in sorted(left.nonzero()[0].tolist(), key=lambda i: self.running[i].rank):
             chunk[i] = min(int(left[i]), rows)
@@ -136,15 +138,15 @@ class Scheduler(RequestQueue):
 
     def _room(self) -> Ints:
         """Return how many tokens fit on the pages of each request behind its newest one."""
-        lines, host = self._lines, self.mirror
-        room: Ints = np.maximum(host.num_pages[lines] * self.page_size - host.max_committed[lines], 0)
+        slots, host = self._running_slots, self.mirror
+        room: Ints = np.maximum(host.num_pages[slots] * self.page_size - host.max_committed[slots], 0)
         return room
 
     def _missing_pages(self, decodes: Bools, drafts: Ints, lookahead: int = 0) -> Ints:
         """Return the pages that each request lacks for this step if all drafts in flight are accepted."""
-        lines, host = self._lines, self.mirror
-        rows = np.minimum(host.max_committed[lines] + drafts + lookahead, host.max_length[lines])
-        need = -(-rows // self.page_size) - host.num_pages[lines]
+        slots, host = self._running_slots, self.mirror
+        rows = np.minimum(host.max_committed[slots] + drafts + lookahead, host.max_length[slots])
+        need = -(-rows // self.page_size) - host.num_pages[slots]
         short: Ints = np.where(decodes, np.maximum(need, 0), 0)
         return short
 
@@ -156,7 +158,7 @@ class Scheduler(RequestQueue):
         if self.pages.num_free // 2 // len(self.running) >= EXTRA_PAGES:
             grows |= self._room() < LOW_ROOM_PAGES * self.page_size
         for i in grows.nonzero()[0].tolist():
-            sequence, slot = self.running[i], int(self._lines[i])
+            sequence, slot = self.running[i], int(self._running_slots[i])
             limit = self.pages_for(sequence.max_length) - len(sequence.pages)
             share = self.pages.num_free // 2 // len(self.running)
             count = min(limit, max(int(short[i]), min(EXTRA_PAGES, share)))
@@ -178,67 +180,68 @@ class Scheduler(RequestQueue):
         """Return the plan of these requests and update the mirror."""
         host = self.mirror
         if is_scheduled.all():
-            lines, sequences = self._lines, list(self.running)
+            slots, sequences = self._running_slots, list(self.running)
         else:
             at = is_scheduled.nonzero()[0]
-            lines, chunk, drafts = self._lines[at], chunk[at], drafts[at]
+            slots, chunk, drafts = self._running_slots[at], chunk[at], drafts[at]
             sequences = [self.running[i] for i in at.tolist()]
-        host.prompt_left[lines] -= chunk
-        samples = host.prompt_left[lines] == 0
-        host.in_flight[lines] += samples
-        host.max_committed[lines] += np.where(samples, 1 + drafts, 0)
-        host.num_draft[lines] = 0
+        host.prompt_left[slots] -= chunk
+        is_sampled = host.prompt_left[slots] == 0
+        host.in_flight[slots] += is_sampled
+        host.max_committed[slots] += np.where(is_sampled, 1 + drafts, 0)
+        host.num_draft[slots] = 0
         num_drafts = int(drafts.sum())
         published: list[int] = []
         for i in chunk.nonzero()[0].tolist():
-            computed = len(sequences[i].ids) - int(host.prompt_left[lines[i]])
+            computed = len(sequences[i].ids) - int(host.prompt_left[slots[i]])
             published += self.prefix_cache.publish_pages(sequences[i], computed)
         return StepPlan(
             sequences,
             [s.request for s in sequences],
-            slots=lines,
+            slots=slots,
             chunk=chunk,
             drafts=drafts,
-            samples=samples,
-            generations=host.generation[lines],
+            is_sampled=is_sampled,
+            generations=host.generation[slots],
             version=self.version,
             num_rows=int(np.maximum(chunk, 1).sum()) + num_drafts,
             num_drafts=num_drafts,
             has_prompts=bool(chunk.any()),
-            zeros=np.zeros_like(lines),
+            zeros=np.zeros_like(slots),
             admitted=admitted,
             new_pages=new_pages,
             published=published,
         )
 
-    def draft_room(self, lines: Ints, samples: Bools) -> Ints | None:
+    def draft_room(self, slots: Ints, is_sampled: Bools) -> Ints | None:
         """Return how many drafts [B] fit before the last token and on the pages; None: enough for all."""
         mirror = self.mirror
-        if self._fast_path.is_far_from_end(lines) and not self.drafts_before_plan:
+        if self._fast_path.is_far_from_end(slots) and not self.drafts_before_plan:
             return None
-        min_committed = mirror.length[lines] + mirror.in_flight[lines]
-        room = np.maximum(mirror.max_length[lines] - min_committed - 1, 0)
+        min_committed = mirror.length[slots] + mirror.in_flight[slots]
+        room = np.maximum(mirror.max_length[slots] - min_committed - 1, 0)
         if self.lookahead:  # all drafts but the last are stored before they are verified
-            stored = mirror.num_pages[lines] * self.page_size - mirror.max_committed[lines]
+            stored = mirror.num_pages[slots] * self.page_size - mirror.max_committed[slots]
             room = np.minimum(room, np.maximum(stored + 1, 0))
-        return np.where(samples, room, 0)
+        return np.where(is_sampled, room, 0)
 
     def settle(self, planned: StepPlan, num_out: Ints) -> Bools:
         """Record the committed tokens [B] of a step; return [B] whether each request is still there."""
-        host, slots, samples, drafts = self.mirror, planned.slots, planned.samples, planned.drafts
+        host, slots, is_sampled, drafts = self.mirror, planned.slots, planned.is_sampled, planned.drafts
         is_current: Bools = host.generation[slots] == planned.generations
         if planned.has_prompts:
-            self._record_first_tokens(planned, is_current & samples & (num_out > 0))
+            self._record_first_tokens(planned, is_current & is_sampled & (num_out > 0))
         if planned.version != self.version:
             slots, num_out = slots[is_current], num_out[is_current]
-            samples, drafts = samples[is_current], drafts[is_current]
+            is_sampled, drafts = is_sampled[is_current], drafts[is_current]
         host.length[slots] += num_out
-        host.in_flight[slots] -= samples
+        host.in_flight[slots] -= is_sampled
         rejected = 1 + drafts - num_out
-        host.max_committed[slots] -= np.where(samples, rejected, 0) if planned.has_prompts else rejected
+        host.max_committed[slots] -= np.where(is_sampled, rejected, 0) if planned.has_prompts else rejected
         return is_current
 
     def _record_first_tokens(self, planned: StepPlan, has_output: Bools) -> None:
+        """Record the times of the first tokens of a step, for requests [B] with output after their prompt."""
         for b in (has_output & (planned.chunk > 0)).nonzero()[0].tolist():
             stats = planned.sequences[b].stats
             if stats.first_token_at is None:  # else it was preempted since
@@ -257,86 +260,87 @@ class FastPath:
     def __init__(
         self, host: SlotMirror, policy: DraftPolicy, page_size: int, max_rows: int, lookahead: int
     ) -> None:
+        """Start without a plan to repeat."""
         self.mirror, self.policy, self.page_size = host, policy, page_size
         self.max_rows, self.lookahead = max_rows, lookahead
         self._plan: StepPlan | None = None  # plan to repeat, without drafts
         self._room = 0  # tokens that fit behind the upper bound of every request's committed tokens
         self._max_drafts = 0  # of any request
 
-    def plan(self, running: list[Sequence], lines: Ints, version: int) -> StepPlan | None:
-        """Return the next plan of the running requests, in slots `lines`; None: use the full planner."""
+    def plan(self, running: list[Sequence], slots: Ints, version: int) -> StepPlan | None:
+        """Return the next plan of the running requests, in `slots`; None: use the full planner."""
         last = self._plan
         planned = self._repeat(last) if last is not None and last.version == version else None
-        return planned or self._plan_decoding(running, lines, version)
+        return planned or self._plan_decoding(running, slots, version)
 
-    def after(self, planned: StepPlan | None) -> None:
+    def record_plan(self, planned: StepPlan | None) -> None:
         """Record a plan in which every running request decodes; None: the last plan was another."""
         self._plan = None
         if planned is None:
             return
-        host, lines = self.mirror, planned.slots
+        host, slots = self.mirror, planned.slots
         self._plan = planned.with_drafts(planned.zeros, 0)
-        room = np.minimum(host.num_pages[lines] * self.page_size, host.max_length[lines])
-        self._room = int((room - host.max_committed[lines]).min())
-        self._max_drafts = int(self.policy.limit[lines].max())
+        room = np.minimum(host.num_pages[slots] * self.page_size, host.max_length[slots])
+        self._room = int((room - host.max_committed[slots]).min())
+        self._max_drafts = int(self.policy.limit[slots].max())
 
-    def is_far_from_end(self, lines: Ints) -> bool:
+    def is_far_from_end(self, slots: Ints) -> bool:
         """Return whether no request in these slots can reach its maximum length in the next step."""
-        return self._plan is not None and self._plan.slots is lines and self._room > self._max_drafts
+        return self._plan is not None and self._plan.slots is slots and self._room > self._max_drafts
 
     def _repeat(self, planned: StepPlan) -> StepPlan | None:
         """Return the last plan with the present drafts; None if a request may lack room."""
         host, count, widest = self.mirror, 0, 0
-        lines = planned.slots
+        slots = planned.slots
         if self._max_drafts:
-            drafts = host.num_draft[lines]
+            drafts = host.num_draft[slots]
             each = drafts.tolist()
             count, widest = sum(each), max(each)
-        if self._room < max(1, widest + self.lookahead) or len(lines) + count > self.max_rows:
+        if self._room < max(1, widest + self.lookahead) or len(slots) + count > self.max_rows:
             return None
         self._room -= 1 + widest
-        host.max_committed[lines] += 1
-        host.in_flight[lines] += 1
+        host.max_committed[slots] += 1
+        host.in_flight[slots] += 1
         if count:
             planned = planned.with_drafts(drafts, count)
-            host.max_committed[lines] += drafts
-            host.num_draft[lines] = 0
+            host.max_committed[slots] += drafts
+            host.num_draft[slots] = 0
         return planned
 
-    def _plan_decoding(self, running: list[Sequence], lines: Ints, version: int) -> StepPlan | None:
+    def _plan_decoding(self, running: list[Sequence], slots: Ints, version: int) -> StepPlan | None:
         """Return a plan of the requests short of their end; None with prompts or too few pages or rows."""
         host, sequences = self.mirror, list(running)
-        if np.count_nonzero(host.prompt_left[lines]):
+        if np.count_nonzero(host.prompt_left[slots]):
             return None
-        ends, most = host.max_length[lines], host.max_committed[lines]
-        decodes = host.length[lines] + host.in_flight[lines] < ends
-        all_decode = np.count_nonzero(decodes) == len(lines)
+        ends, most = host.max_length[slots], host.max_committed[slots]
+        decodes = host.length[slots] + host.in_flight[slots] < ends
+        all_decode = np.count_nonzero(decodes) == len(slots)
         if not all_decode:
             at = decodes.nonzero()[0]
-            lines, ends, most = lines[at], ends[at], most[at]
+            slots, ends, most = slots[at], ends[at], most[at]
             sequences = [sequences[i] for i in at.tolist()]
-        drafts = host.num_draft[lines]
-        count, pages = int(np.add.reduce(drafts)), host.num_pages[lines] * self.page_size
+        drafts = host.num_draft[slots]
+        count, pages = int(np.add.reduce(drafts)), host.num_pages[slots] * self.page_size
         most += drafts
         short = np.count_nonzero(np.minimum(most + self.lookahead, ends) > pages)
-        if not sequences or short or len(lines) + count > self.max_rows:
+        if not sequences or short or len(slots) + count > self.max_rows:
             return None
-        host.max_committed[lines], host.num_draft[lines] = most + 1, 0
-        host.in_flight[lines] += 1
-        zeros = np.zeros_like(lines)
+        host.max_committed[slots], host.num_draft[slots] = most + 1, 0
+        host.in_flight[slots] += 1
+        zeros = np.zeros_like(slots)
         planned = StepPlan(
             sequences,
             [s.request for s in sequences],
-            slots=lines,
+            slots=slots,
             chunk=zeros,
             drafts=drafts,
-            samples=np.ones(len(lines), np.bool_),
-            generations=host.generation[lines],
+            is_sampled=np.ones(len(slots), np.bool_),
+            generations=host.generation[slots],
             version=version,
-            num_rows=len(lines) + count,
+            num_rows=len(slots) + count,
             num_drafts=count,
             has_prompts=False,
             zeros=zeros,
         )
-        self.after(planned if all_decode else None)
+        self.record_plan(planned if all_decode else None)
         return planned

@@ -96,7 +96,7 @@ class Sequence:
         return requested and self.num_prompt_logprobs < len(self.request.prompt_token_ids) - 1
 
     @property
-    def cacheable(self) -> int:
+    def max_cached_tokens(self) -> int:
         """Return how many tokens of `ids` may come from the prefix cache: all but the newest.
 
         Cached tokens have no hidden rows. Tokens whose rows are still needed are computed.
@@ -133,7 +133,7 @@ class StepPlan:
     slots: Ints  # [B]
     chunk: Ints  # [B] prompt rows to compute; 0: the entry decodes
     drafts: Ints  # [B] maximum number of drafts to verify
-    samples: Bools  # [B]: the rows reach the newest committed token, so a token is sampled
+    is_sampled: Bools  # [B]: the rows reach the newest committed token, so a token is sampled
     generations: Ints  # [B]
     version: int  # of the running set; generations change only with it
     num_rows: int  # upper bound
@@ -152,7 +152,7 @@ class StepPlan:
             slots=self.slots,
             chunk=self.chunk,
             drafts=drafts,
-            samples=self.samples,
+            is_sampled=self.is_sampled,
             generations=self.generations,
             version=self.version,
             num_rows=len(self.slots) + count,
@@ -179,4 +179,4 @@ class StepPlan:
     @property
     def num_logits(self) -> int:
         """Return the number of logits rows."""
-        return int(self.samples.sum()) + self.num_drafts
+        return int(self.is_sampled.sum()) + self.num_drafts

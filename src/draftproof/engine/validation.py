@@ -20,7 +20,7 @@ class Limits:
     max_logprobs: int  # -1: no limit
     kv_tokens: int  # that the page pool can hold
     speculative_tokens: int  # 0: speculation is off
-    at_once: int | None = None  # requests that may be here, those that wait included; None: any number
+    max_open_requests: int | None = None  # running and waiting requests together; None: no limit
 
 
 def check_request(request: Request, limits: Limits) -> int:
@@ -31,7 +31,7 @@ def check_request(request: Request, limits: Limits) -> int:
     if len(prompt) >= limits.max_model_len:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens and max_model_len is {limits.max_model_len}: "
-            "no room is left for an output",
+            "no room is left for an output: shorten the prompt or raise max_model_len",
             "prompt",
         )
     _check_ids("prompt", prompt, limits.vocab_size)
@@ -70,7 +70,8 @@ def check_request(request: Request, limits: Limits) -> int:
             )
     if len(prompt) + params.min_tokens > max_length:
         raise RequestError(
-            f"min_tokens={params.min_tokens} after {len(prompt)} prompt tokens is beyond {limit}",
+            f"min_tokens={params.min_tokens} after {len(prompt)} prompt tokens is beyond {limit}: "
+            "lower min_tokens",
             "min_tokens",
         )
     if max_length > limits.kv_tokens:
@@ -116,7 +117,8 @@ def _check_speculation(request: Request, limits: Limits) -> None:
     speculation = request.params.speculation
     k = speculation.num_speculative_tokens
     if limits.speculative_tokens == 0 and (k is not None or speculation.adaptive is not None):
-        raise RequestError("this engine was started without speculative_config", "speculative")
+        text = "this engine was started without speculative_config: leave the option out"
+        raise RequestError(text, "speculative")
     if k is not None:
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise RequestError(
@@ -126,7 +128,9 @@ def _check_speculation(request: Request, limits: Limits) -> None:
             )
         if k > limits.speculative_tokens:
             raise RequestError(
-                f"num_speculative_tokens={k} is above the engine's {limits.speculative_tokens}", "speculative"
+                f"num_speculative_tokens={k} is above the engine's {limits.speculative_tokens}: "
+                "use at most that",
+                "speculative",
             )
     if request.params.prediction is not None and not limits.speculative_tokens:
         raise RequestError("prediction needs an engine with a speculative_config", "prediction")

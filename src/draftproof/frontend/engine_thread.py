@@ -69,11 +69,11 @@ class EngineThread:
         self._post(partial(self._on_submit, job, queue))
         return queue
 
-    def leave(self, job_id: str, queue: StreamQueue) -> None:
-        """Abort a job because its reader has left. Does not wait; safe in __del__."""
+    def abort_unread(self, job_id: str, queue: StreamQueue) -> None:
+        """Abort a job whose stream was closed by its caller. Does not wait; safe in __del__."""
         queue.abandon()
         if not queue.is_ended:
-            self._post(partial(self._on_leave, job_id, queue))
+            self._post(partial(self._on_abort_unread, job_id, queue))
 
     def abort(self, job_id: str) -> asyncio.Future[bool]:
         """Abort a job; False if it is not open."""
@@ -148,9 +148,9 @@ class EngineThread:
                     self._step()
                 self._publish()
         except BaseException as error:
-            _log.critical("the engine broke and has stopped", exc_info=error)
+            _log.critical("the engine has failed and stopped", exc_info=error)
             self.error = error
-            self._closed_reason = f"the engine broke and has stopped: {type(error).__name__}: {error}"
+            self._closed_reason = f"the engine has failed and stopped: {type(error).__name__}: {error}"
         self._end_all()
 
     def _read_inbox(self) -> None:
@@ -203,7 +203,7 @@ class EngineThread:
             _reply_all(self._drain_replies)
 
     def _end_all(self) -> None:
-        """End every open job when the thread ends. In a broken engine each of these may fail as well."""
+        """End every open job when the thread ends. In a failed engine each of these may fail as well."""
         reason = "error" if self.error is not None else "abort"
         for job, queue in list(self._open.values()):
             try:
@@ -229,7 +229,7 @@ class EngineThread:
         if error is None:
             try:
                 self._tracker.open(job)
-                _check_number(job, self._tracker.engine.limits.at_once)
+                _check_number(job, self._tracker.engine.limits.max_open_requests)
                 self._tracker.add(job)
             except Exception as caught:  # concerns this job alone; mostly a RequestError
                 error, job.on_events = caught, None
@@ -239,7 +239,7 @@ class EngineThread:
         else:
             self._delivery.end(queue, None, error)
 
-    def _on_leave(self, job_id: str, queue: StreamQueue) -> None:
+    def _on_abort_unread(self, job_id: str, queue: StreamQueue) -> None:
         job, current = self._open.get(job_id, (None, None))
         if job is not None and current is queue:  # not a later job of the same id
             self._end_job(job)

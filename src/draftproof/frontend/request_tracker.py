@@ -155,7 +155,7 @@ class RequestTracker:
                 if self._jobs.get(request.id, (None,))[0] is job:
                     del self._jobs[request.id]
                     self.engine.abort(request.id)
-        finally:  # the engine may be broken
+        finally:  # the engine may have failed
             for output in job.outputs:
                 if not output.output.finished():
                     self._abort_output(job, output, reason, error)
@@ -308,7 +308,7 @@ class RequestTracker:
 
     def _append_bulk(self, results: StepResults, group: RequestGroup) -> list[int]:
         """Append a step to the bulk outputs; return the indices of requests that a stop string ends."""
-        table, source, drafts = results.table, results.source, results.drafts
+        table, source, drafts = results.table, results.draft_sources, results.drafts
         reasons = {i: finish.reason for i, finish in results.finishes.items()}
         if group.streaming:
             table, source = table[group.bulk], None if source is None else source[group.bulk]

@@ -42,7 +42,7 @@ class ProposerEnv:
 
 
 class Proposer(ABC):
-    """Source of drafts. Its capabilities are class attributes; the engine never looks at its name."""
+    """Source of drafts. Class attributes state its capabilities; the engine never tests its name."""
 
     sources: ClassVar[tuple[str, ...]]  # names of the sources of its drafts, for provenance
     needs_hidden: bool = False  # needs the target's hidden rows

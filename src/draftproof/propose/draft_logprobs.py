@@ -18,7 +18,7 @@ from draftproof.types import DraftRanking
 MAX_STORED_BYTES = 1 << 28  # logits of rounds that wait for their pass
 
 
-class DraftRanks:
+class DraftLogprobs:
     """Logprobs of B drafts in each of K rounds, under the temperature of each request."""
 
     def __init__(self, ops: Ops, draft_rows: DraftRows, temperature: Tensor, top: int) -> None:
@@ -32,8 +32,8 @@ class DraftRanks:
         self._ids = torch.empty((*shape, top), dtype=torch.int64, device=device)
         self._ranks = torch.empty(shape, dtype=torch.int64, device=device)
         self._count = 0  # rounds with logprobs
-        self._num_stored = 0  # rounds behind them whose logits wait in `_room`
-        self._room: Tensor | None = None  # [rounds, B, N]
+        self._num_stored = 0  # rounds behind them whose logits wait in `_logits_buffer`
+        self._logits_buffer: Tensor | None = None  # [rounds, B, N]
         self._vocab: DraftVocab | None = None  # of its columns
 
     def add(self, logits: Tensor, vocab: DraftVocab | None, is_scaled: bool = False) -> None:
@@ -44,27 +44,27 @@ class DraftRanks:
         self._add_stored()
         self._add(1, logits, vocab, None if is_scaled else self._temperature)
 
-    def room(self, width: int, vocab: DraftVocab | None) -> Tensor:
-        """Return memory [B, width] for the logits of the next round, which `add_room` then adds."""
+    def logits_buffer(self, width: int, vocab: DraftVocab | None) -> Tensor:
+        """Return memory [B, width] for the logits of the next round, which `add_buffered` then adds."""
         if vocab is not self._vocab:
             self._add_stored()
-        if self._room is None:
+        if self._logits_buffer is None:
             rounds, count = self._draft_rows.slots.shape
             size = min(rounds - self._count, max(1, MAX_STORED_BYTES // (4 * count * width)))
-            self._room, self._vocab = self._values.new_empty((size, count, width)), vocab
-        return self._room[self._num_stored]
+            self._logits_buffer, self._vocab = self._values.new_empty((size, count, width)), vocab
+        return self._logits_buffer[self._num_stored]
 
-    def add_room(self) -> None:
-        """Add the round whose logits are in `room`; its drafts are made."""
-        assert self._room is not None
+    def add_buffered(self) -> None:
+        """Add the round whose logits are in `logits_buffer`; its drafts are made."""
+        assert self._logits_buffer is not None
         self._num_stored += 1
-        if self._num_stored == len(self._room):
+        if self._num_stored == len(self._logits_buffer):
             self._add_stored()
 
     def _add_stored(self) -> None:
-        if self._room is not None:
-            logits, count = self._room[: self._num_stored].flatten(0, 1), self._num_stored
-            self._room, self._num_stored = None, 0
+        if self._logits_buffer is not None:
+            logits, count = self._logits_buffer[: self._num_stored].flatten(0, 1), self._num_stored
+            self._logits_buffer, self._num_stored = None, 0
             self._add(count, logits, self._vocab, self._temperature)
 
     def _add(self, count: int, logits: Tensor, vocab: DraftVocab | None, temperature: Tensor | None) -> None:

@@ -22,7 +22,7 @@ from draftproof.errors import ConfigError
 from draftproof.ops import DraftVocab, Ops, Rows
 from draftproof.propose.base import DeviceProposer, ProposerEnv
 from draftproof.propose.calibration import Calibration
-from draftproof.propose.draft_logprobs import DraftRanks
+from draftproof.propose.draft_logprobs import DraftLogprobs
 from draftproof.types import DeviceBatch, Draft, DraftSpec, SlotColumns, Windows
 
 DRAFT_SAMPLING = ("shared", "argmax")  # with the target's noise; the likeliest token at any temperature
@@ -50,9 +50,10 @@ class DraftRounds:
         self.ops, self.greedy, self.columns, self.slots = ops, greedy, batch.columns, batch.slots
         self.spec: DraftSpec = batch.spec
         self.draft_rows = ops.rounds.plan_draft_rows(batch, last, batch.spec.rounds, lag, page_size)
-        self.ranks: DraftRanks | None = None  # logprobs of drafts, where they are read
+        self.draft_logprobs: DraftLogprobs | None = None  # logprobs of drafts, where they are read
         if batch.spec.needs_logprobs:
-            self.ranks = DraftRanks(ops, self.draft_rows, batch.columns.temperature, batch.spec.top)
+            temperature = batch.columns.temperature
+            self.draft_logprobs = DraftLogprobs(ops, self.draft_rows, temperature, batch.spec.top)
         self._probs: list[Tensor] = []
         self.draft_probs: Tensor | None = None  # [B] the model's probability of each entry's last draft
         self._costs = batch.costs
@@ -109,10 +110,10 @@ class DraftRounds:
         self.draft_rows.tokens[j].copy_(token)
         if self.draft_probs is None and not self.spec.needs_logprobs and not self.spec.needs_probs:
             return
-        if self.ranks is not None:
+        if self.draft_logprobs is not None:
             ranked = logits if logprobs is None else logprobs
             ranked = ranked if vocab is None else ranked.index_select(1, vocab.ids)
-            self.ranks.add(ranked, vocab, is_scaled=logprobs is not None)
+            self.draft_logprobs.add(ranked, vocab, is_scaled=logprobs is not None)
             if self.draft_probs is None and not self.spec.needs_probs:
                 return
         if logprobs is None:
@@ -179,8 +180,8 @@ class DraftRounds:
             drafts = [line[:count] for line, count in zip(tokens, self._count, strict=True)]
             self._calibration.record(self.columns, self._lines, drafts, self._bins)
         logprobs = ranking = None
-        if self.ranks is not None:
-            logprobs, ranking = self.ranks.finish()
+        if self.draft_logprobs is not None:
+            logprobs, ranking = self.draft_logprobs.finish()
         probs = self._stack(self._probs, torch.zeros_like(self._probs[0])) if self._probs else None
         return Draft(self.draft_rows.tokens.t(), self.draft_rows.count, logprobs, probs, ranking=ranking)
 

@@ -204,13 +204,14 @@ class HeadProposer(ModelProposer):
         self, rounds: DraftRounds, j: int, model: DraftHeadModel, row: Tensor, at: Tensor | None
     ) -> Tensor:
         """Sample draft j of each entry from row `at` of each, or from the rows; return those [B, hidden]."""
-        ranks, stores_logits = rounds.ranks, self._stores_logits(model)
-        if not rounds.needs_logits and (ranks is None or stores_logits):
-            logits = None if ranks is None else ranks.room(model.draft_vocab_size, model.draft_vocab)
+        logprobs, stores_logits = rounds.draft_logprobs, self._stores_logits(model)
+        if not rounds.needs_logits and (logprobs is None or stores_logits):
+            vocab, size = model.draft_vocab, model.draft_vocab_size
+            logits = None if logprobs is None else logprobs.logits_buffer(size, vocab)
             tokens, windows = rounds.draft_rows.tokens[j], rounds.windows(j)
             row = model.sample(row, at, windows, self.greedy, tokens, rounds.draft_probs, logits)
-            if ranks is not None:
-                ranks.add_room()
+            if logprobs is not None:
+                logprobs.add_buffered()
         else:
             row = row if at is None else row[at.clamp(min=0)]
             rounds.sample(j, model.logits(row), model.draft_vocab if stores_logits else None)

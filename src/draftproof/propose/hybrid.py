@@ -194,21 +194,21 @@ class HybridProposer(DeviceProposer):
         """Run the draft model. Where it stops early, only for entries that will take its drafts.
 
         The number of drafts of a model that stops early depends on sampled tokens. So entries are selected
-        before its drafts are made, and its drafts then win: selecting by their number would condition the
-        drafts of other members on sampled noise and break `rejection`.
+        before its drafts are made, and its drafts are then selected: selecting by their number would
+        condition the drafts of other members on sampled noise and break `rejection`.
         """
         model, limit = self.members[self.model_source], self.limits[self.model_source]
         rounds = min(batch.spec.rounds if batch.spec else self.env.k, limit)
         has_costs = batch.costs.round > 0
         if has_costs and not self._is_worth_a_round(batch, found, rounds):
             rounds = 0
-        less = _limited(batch, rounds) if rounds else batch
+        limited = _limited(batch, rounds) if rounds else batch
         if rounds and model.stops_early:
-            less = replace(less, budget=self._winning_budget(less, found))
-            if has_costs and not less.budget.any():
+            limited = replace(limited, budget=self._selected_budget(limited, found))
+            if has_costs and not limited.budget.any():
                 rounds = 0
         if rounds:
-            draft, expected = self._member_drafts(self.model_source, less)
+            draft, expected = self._member_drafts(self.model_source, limited)
         else:  # it stores KV
             spec = batch.spec and batch.spec._replace(rounds=0)
             none = self._zeros[: len(batch.slots)]
@@ -220,16 +220,16 @@ class HybridProposer(DeviceProposer):
 
     def _member_drafts(self, index: int, batch: DeviceBatch) -> MemberDrafts:
         member = self.members[index]
-        less = _limited(batch, self.limits[index])
+        limited = _limited(batch, self.limits[index])
         if member.can_extend:
-            tokens, count, expected = member.extend(less, None)
+            tokens, count, expected = member.extend(limited, None)
             return MemberDrafts(Draft(tokens, count), expected)
-        draft = member.draft(less)
-        if less.budget is not batch.budget or not member.respects_budget:
-            draft = replace(draft, count=torch.minimum(draft.count, less.budget))
+        draft = member.draft(limited)
+        if limited.budget is not batch.budget or not member.respects_budget:
+            draft = replace(draft, count=torch.minimum(draft.count, limited.budget))
         return MemberDrafts(draft, None)
 
-    def _winning_budget(self, batch: DeviceBatch, found: Mapping[int, MemberDrafts]) -> Tensor:
+    def _selected_budget(self, batch: DeviceBatch, found: Mapping[int, MemberDrafts]) -> Tensor:
         """Return the budget [B] where a full window of the model would be selected, else 0."""
         full = Draft(batch.columns.draft[: len(batch.slots)], batch.budget)
         members = {**found, self.model_source: MemberDrafts(full, None)}

@@ -167,8 +167,8 @@ class Supervisor:
         elif "failed" in report:
             self._end_reason = f"{report['failed']}: {report['text']}"
             self._set_failure(report["failed"], report["text"])
-        elif "broke" in report:
-            self._end_reason = report["broke"]
+        elif "engine_error" in report:
+            self._end_reason = report["engine_error"]
         elif self._is_hung(report["beat"]):
             self._kill(f"a step took longer than {self._hang_seconds:g} s")
 

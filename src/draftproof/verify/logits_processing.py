@@ -19,25 +19,25 @@ from draftproof.sampling_params import MAX_LOGIT
 from draftproof.types import Request, StepFeatures, Windows
 
 
-def process(
-    ops: Ops, logits: Tensor, windows: Windows, features: StepFeatures, hosted: Mapping[int, Request]
+def apply_request_options(
+    ops: Ops, logits: Tensor, windows: Windows, features: StepFeatures, host_processed: Mapping[int, Request]
 ) -> tuple[Tensor, dict[int, str]]:
     """Return processed logits [L, V] and errors by row; `logits` itself if no option applies.
 
-    `hosted`: requests, by slot, with options that run on the host. The host waits for the device for them.
+    `host_processed`: requests, by slot, with options that run on the host, which waits for the device.
     """
     errors: dict[int, str] = {}
-    adjusts = features.has_adjustments or bool(hosted)
+    adjusts = features.has_adjustments or bool(host_processed)
     if not adjusts and not features.has_grammar:
         return logits, errors
     base = ops.sampling.apply_penalties(logits, windows) if adjusts else logits.clone()
-    slots = windows.slot.tolist() if hosted else []
-    rows = [(row, slot) for row, slot in enumerate(slots) if slot in hosted]
+    slots = windows.slot.tolist() if host_processed else []
+    rows = [(row, slot) for row, slot in enumerate(slots) if slot in host_processed]
     contexts = _Contexts(windows)
     for row, slot in rows:
-        if hosted[slot].params.logits_processors:
+        if host_processed[slot].params.logits_processors:
             try:
-                base[row] = _run_processors(hosted[slot], contexts.before(row, slot), base[row])
+                base[row] = _run_processors(host_processed[slot], contexts.before(row, slot), base[row])
             except Exception as error:  # the user's code may raise anything; only this row fails
                 errors[row] = f"logits processor raised {type(error).__name__}: {error}"
     if adjusts:
@@ -45,9 +45,9 @@ def process(
     if features.has_grammar:
         ops.sampling.apply_grammar_mask(base, windows)
     for row, slot in rows:
-        if hosted[slot].bad_word_ids:
-            _forbid_words(base[row], hosted[slot], contexts.before(row, slot))
-        if hosted[slot].params.logits_processors:
+        if host_processed[slot].bad_word_ids:
+            _forbid_words(base[row], host_processed[slot], contexts.before(row, slot))
+        if host_processed[slot].params.logits_processors:
             _rescale(base[row])
     return base, errors
 

@@ -17,7 +17,7 @@ from draftproof.ops import Ops
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import Choice, FinishStatus, Request, StepFeatures, Windows
 from draftproof.verify.base import Scores, Strategy
-from draftproof.verify.logits_processing import process
+from draftproof.verify.logits_processing import apply_request_options
 from draftproof.verify.synthetic_acceptance import apply_policy
 
 
@@ -42,10 +42,10 @@ class Sampler:
         self.policy = policy
 
     def __call__(
-        self, logits: Tensor, windows: Windows, features: StepFeatures, hosted: Mapping[int, Request]
+        self, logits: Tensor, windows: Windows, features: StepFeatures, host_processed: Mapping[int, Request]
     ) -> Sampled:
         """Sample from logits [L, V] fp32, which are not changed."""
-        base, errors = process(self.ops, logits, windows, features, hosted)
+        base, errors = apply_request_options(self.ops, logits, windows, features, host_processed)
         processed = self.ops.sampling.process_logits(base, windows) if features.needs_processed else base
         sampled, bad = self.ops.sampling.sample(processed, windows, scaled=features.needs_processed)
         if features.needs_processed:

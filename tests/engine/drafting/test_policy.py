@@ -246,7 +246,7 @@ def test_one_request_for_which_all_rounds_pay_does_not_make_them_run_for_all() -
 def test_captured_rounds_hold_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = object.__new__(DraftRunner)
     for k, member in product((1, 2, 3, 4, 5, 8, 16), (False, True)):
-        monkeypatch.setattr(DraftRunner, "is_gated", member)
+        monkeypatch.setattr(DraftRunner, "is_hybrid_member", member)
         runner.k = k
         choices = ((k + 1) // 2, k) if member else round_counts(k)
         for count, has_prompts in product((1, MAX_FEW_ENTRIES, MAX_FEW_ENTRIES + 1), (False, True)):

@@ -103,8 +103,3 @@ def call_of(answer: Answer) -> Call:
 def not_testable(test: str, title: str, reason: str) -> Result:
     """Return the result of a test that the endpoint does not allow."""
     return Result(test, title, Status.NOT_TESTABLE, reason)
-
-
-def percent(part: int, whole: int) -> str:
-    """Return a share in percent."""
-    return f"{100 * part / whole:.1f} %" if whole else "none"

@@ -8,7 +8,6 @@ any time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -38,12 +37,6 @@ def mix(share: float) -> Alternative:
     if share >= 0:
         return lambda probs: probs + share * (1 - probs)
     return lambda probs: probs * (1 + share)
-
-
-def tilt(log_odds: float) -> Alternative:
-    """Return the alternative in which the odds are multiplied by a constant."""
-    factor = math.exp(-log_odds)
-    return lambda probs: 1 / (1 + (1 / probs - 1) * factor)
 
 
 TOP1_ALTERNATIVES: Mapping[Alternative, float] = {

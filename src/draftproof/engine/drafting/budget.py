@@ -71,10 +71,10 @@ class DraftBudget:
         # The decision that holds: since which step, for how many more, for which slots, with which drafts.
         self._decided_at = self._hold_left = 0
         self._held_slots = self._held_drafts = np.zeros(0, np.int64)
-        self._held_size = 0  # rows of the step it was made for
+        self._held_size = 0  # rows of the step that the held decision was made for
         self._has_drafts = self._is_host_bound = False
         self._new_request_drafts = 0
-        self._context = self._floor = 0.0  # seconds, of the step it was made for
+        self._context = self._floor = 0.0  # seconds of that step
         self._draft_context = 0.0  # seconds, of each draft
 
     @property

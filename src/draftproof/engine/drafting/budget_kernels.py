@@ -2,8 +2,8 @@
 
 NumPy over whole columns is ten times slower here, because call overhead dominates. For the same reason the
 state of all slots is two arrays: integers [COLUMNS, N], and posteriors [N + CLASSES, RATES] over acceptance
-rates. N lines are CLASSES lines a slot, side by side; `slots` are numbers of lines here. The last CLASSES
-posteriors are the priors of a new request.
+rates. N is CLASSES lines for each slot: line CLASSES * slot + class. The last CLASSES posteriors are the
+priors of a new request.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ class Assignment(NamedTuple):
 
 
 @compiled
-def prior_of(posteriors, slot):  # type: ignore[no-untyped-def]
+def prior_of(posteriors, line):  # type: ignore[no-untyped-def]
     """Return the prior [RATES] of the class of a line."""
-    return posteriors[len(posteriors) - CLASSES + slot % CLASSES]
+    return posteriors[len(posteriors) - CLASSES + line % CLASSES]
 
 
 @compiled
-def update_posteriors(columns, posteriors, slots):  # type: ignore[no-untyped-def]
+def update_posteriors(columns, posteriors, lines):  # type: ignore[no-untyped-def]
     """Multiply in the results since the last update, and move the priors by those of new requests."""
     means, num_windows = np.zeros((CLASSES, NUM_RATES)), np.zeros(CLASSES, np.int64)
-    for s in slots:
-        new_windows = columns[NEW_WINDOWS, s]
+    for line in lines:
+        new_windows = columns[NEW_WINDOWS, line]
         if new_windows == 0:
             continue
-        accepted = min(columns[NEW_ACCEPTED, s], MAX_EXPONENT)
-        rejected = min(columns[NEW_REJECTED, s], MAX_EXPONENT)
+        accepted = min(columns[NEW_ACCEPTED, line], MAX_EXPONENT)
+        rejected = min(columns[NEW_REJECTED, line], MAX_EXPONENT)
         total = 0.0
         for r in range(NUM_RATES):
-            posteriors[s, r] *= ACCEPTED_POWERS[accepted, r] * REJECTED_POWERS[rejected, r]
-            total += posteriors[s, r]
-        counted = new_windows if columns[NUM_WINDOWS, s] < NEW_REQUEST_WINDOWS else 0
+            posteriors[line, r] *= ACCEPTED_POWERS[accepted, r] * REJECTED_POWERS[rejected, r]
+            total += posteriors[line, r]
+        counted = new_windows if columns[NUM_WINDOWS, line] < NEW_REQUEST_WINDOWS else 0
         for r in range(NUM_RATES):
-            posteriors[s, r] /= total
-            means[s % CLASSES, r] += counted * posteriors[s, r]
-        num_windows[s % CLASSES] += counted
-        columns[NUM_WINDOWS, s] += new_windows
-        columns[NEW_WINDOWS, s] = columns[NEW_ACCEPTED, s] = columns[NEW_REJECTED, s] = 0
+            posteriors[line, r] /= total
+            means[line % CLASSES, r] += counted * posteriors[line, r]
+        num_windows[line % CLASSES] += counted
+        columns[NUM_WINDOWS, line] += new_windows
+        columns[NEW_WINDOWS, line] = columns[NEW_ACCEPTED, line] = columns[NEW_REJECTED, line] = 0
     for c in range(CLASSES):
         if num_windows[c] == 0:
             continue
@@ -101,7 +101,7 @@ def expected_survival(weights, n):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def draft_gains(columns, posteriors, slots, max_drafts, rows):  # type: ignore[no-untyped-def]
+def draft_gains(columns, posteriors, lines, max_drafts, rows):  # type: ignore[no-untyped-def]
     """Return the gains of drafts, for up to `max_drafts` [B] drafts beside `rows` rows.
 
     gains [B, K]: logarithm of the factor by which a draft raises the expected tokens of its request; 0 for
@@ -111,15 +111,15 @@ def draft_gains(columns, posteriors, slots, max_drafts, rows):  # type: ignore[n
     width = 1
     for b in range(len(max_drafts)):
         width = max(width, max_drafts[b])
-    gains, flat_gains, count = np.zeros((len(slots), width)), np.empty(len(slots) * width), 0
-    for b in range(len(slots)):
-        s, tokens = slots[b], 1.0
-        if columns[IS_FIXED, s]:
+    gains, flat_gains, count = np.zeros((len(lines), width)), np.empty(len(lines) * width), 0
+    for b in range(len(lines)):
+        line, tokens = lines[b], 1.0
+        if columns[IS_FIXED, line]:
             rows += max_drafts[b]
             continue
         for n in range(max_drafts[b]):
-            survival = expected_survival(posteriors[s], n)
-            if columns[IS_PROBED, s]:
+            survival = expected_survival(posteriors[line], n)
+            if columns[IS_PROBED, line]:
                 survival = max(survival, 2 * MIN_SURVIVAL)
             if survival <= MIN_SURVIVAL:
                 break
@@ -131,14 +131,14 @@ def draft_gains(columns, posteriors, slots, max_drafts, rows):  # type: ignore[n
 
 
 @compiled
-def expected_gains(columns, posteriors, slots, max_drafts, decay):  # type: ignore[no-untyped-def]
+def expected_gains(columns, posteriors, lines, max_drafts, decay):  # type: ignore[no-untyped-def]
     """Update the posteriors, move a share `decay` of each to the prior, and return `draft_gains`."""
-    update_posteriors(columns, posteriors, slots)
-    for s in slots:
-        columns[IS_PROBED, s], prior = 0, prior_of(posteriors, s)
+    update_posteriors(columns, posteriors, lines)
+    for line in lines:
+        columns[IS_PROBED, line], prior = 0, prior_of(posteriors, line)
         for r in range(NUM_RATES):
-            posteriors[s, r] += decay * (prior[r] - posteriors[s, r])
-    return draft_gains(columns, posteriors, slots, max_drafts, len(slots))
+            posteriors[line, r] += decay * (prior[r] - posteriors[line, r])
+    return draft_gains(columns, posteriors, lines, max_drafts, len(lines))
 
 
 @compiled
@@ -178,30 +178,30 @@ def best_draft_count(  # type: ignore[no-untyped-def]
 
 @compiled
 def choose_drafts(  # type: ignore[no-untyped-def]
-    columns, slots, max_drafts, gains, flat_gains, rows, table, context, floor, draft_cost
+    columns, lines, max_drafts, gains, flat_gains, rows, table, context, floor, draft_cost
 ):
     """Return the drafts [B] with the highest mean speed.
 
     Also returned: the gain of the least likely of them, and the speed-up of `best_draft_count`.
     gains, flat_gains, rows: of `draft_gains`, flat_gains ascending. A fixed request gets all its drafts.
     """
-    drafts = np.zeros(len(slots), np.int64)
+    drafts = np.zeros(len(lines), np.int64)
     count, speedup = best_draft_count(
-        table, flat_gains, rows, len(slots), context, floor, draft_cost, gains.shape[1]
+        table, flat_gains, rows, len(lines), context, floor, draft_cost, gains.shape[1]
     )
     threshold, excess = np.inf, -count
     if count:
         threshold = flat_gains[len(flat_gains) - count]
-        for b in range(len(slots)):
+        for b in range(len(lines)):
             while drafts[b] < gains.shape[1] and gains[b, drafts[b]] >= threshold:
                 drafts[b] += 1
             excess += drafts[b]
-        for b in range(len(slots) - 1, -1, -1):  # of equally likely drafts the last ones are left out
+        for b in range(len(lines) - 1, -1, -1):  # of equally likely drafts the last ones are left out
             while excess and drafts[b] and gains[b, drafts[b] - 1] == threshold:
                 drafts[b] -= 1
                 excess -= 1
-    for b in range(len(slots)):
-        if columns[IS_FIXED, slots[b]]:
+    for b in range(len(lines)):
+        if columns[IS_FIXED, lines[b]]:
             drafts[b] = max_drafts[b]
     return drafts, threshold, speedup
 
@@ -210,7 +210,7 @@ def choose_drafts(  # type: ignore[no-untyped-def]
 def plan_drafts(  # type: ignore[no-untyped-def]
     columns,
     posteriors,
-    slots,
+    lines,
     max_drafts,
     gains,
     flat_gains,
@@ -227,17 +227,17 @@ def plan_drafts(  # type: ignore[no-untyped-def]
     follows at once, with twice the length.
     """
     assigned, threshold, speedup = choose_drafts(
-        columns, slots, max_drafts, gains, flat_gains, rows, table, context, floor, draft_cost
+        columns, lines, max_drafts, gains, flat_gains, rows, table, context, floor, draft_cost
     )
     drafts, num_assigned, has_probes = assigned.copy(), 0, False
-    for b in range(len(slots)):
-        s = slots[b]
-        columns[ASSIGNED, s] = assigned[b]
+    for b in range(len(lines)):
+        line = lines[b]
+        columns[ASSIGNED, line] = assigned[b]
         num_assigned += assigned[b]
-        length = columns[PROBE_LENGTH, s]
+        length = columns[PROBE_LENGTH, line]
         if assigned[b] == 0 and max_drafts[b] > 0 and (is_probe_due or length > 1):
             drafts[b], has_probes = min(length, max_drafts[b]), True
-            columns[IS_PROBED, s], columns[PROBE_LENGTH, s] = 1, 1
+            columns[IS_PROBED, line], columns[PROBE_LENGTH, line] = 1, 1
     first = new_request_drafts(prior_of(posteriors, 0), threshold)
     return Assignment(drafts, assigned, num_assigned, has_probes, first, speedup)
 
@@ -255,17 +255,17 @@ def new_request_drafts(prior, threshold):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def record_windows(columns, slots, granted, accepted, had_probes):  # type: ignore[no-untyped-def]
+def record_windows(columns, lines, granted, accepted, had_probes):  # type: ignore[no-untyped-def]
     """Count the results of windows with drafts, and set the length of the next probe after a probe."""
-    for b in range(len(slots)):
+    for b in range(len(lines)):
         if granted[b] == 0:
             continue
-        s, is_rejected = slots[b], accepted[b] < granted[b]
-        columns[NEW_WINDOWS, s] += 1
-        columns[NEW_ACCEPTED, s] += accepted[b]
-        columns[NEW_REJECTED, s] += is_rejected
-        if had_probes and columns[ASSIGNED, s] == 0:
-            columns[PROBE_LENGTH, s] = 1 if is_rejected else min(2 * granted[b], columns[LIMIT, s])
+        line, is_rejected = lines[b], accepted[b] < granted[b]
+        columns[NEW_WINDOWS, line] += 1
+        columns[NEW_ACCEPTED, line] += accepted[b]
+        columns[NEW_REJECTED, line] += is_rejected
+        if had_probes and columns[ASSIGNED, line] == 0:
+            columns[PROBE_LENGTH, line] = 1 if is_rejected else min(2 * granted[b], columns[LIMIT, line])
 
 
 @cache

@@ -102,7 +102,7 @@ class DeferredKV:
         needed = np.where(is_late & ~is_prompt & (decision.rounds > 0), missing + planned.drafts, 0)
         stored = self._share(slots, needed)
         catches_up: Bools = (needed > 0) & (stored == needed)
-        if not self._drafting.is_gated:
+        if not self._drafting.is_hybrid_member:
             drafts = np.where(is_late & ~catches_up, 0, decision.drafts)
             rounds = decision.rounds if np.count_nonzero(drafts) else 0
             decision = decision._replace(drafts=drafts, rounds=rounds)

@@ -62,7 +62,7 @@ class DraftRunner:
         if self.proposer is not None and self.proposer.runs_behind_steps:
             count = self.proposer.needs_hidden + len(self.proposer.taps)
         size = (max_rows, count * hidden_row.shape[-1])
-        self._features = hidden_row.new_zeros(size) if count else None
+        self._target_features = hidden_row.new_zeros(size) if count else None
 
     @property
     def runs_behind_steps(self) -> bool:
@@ -75,7 +75,7 @@ class DraftRunner:
         return self.proposer is not None and not self.proposer.runs_behind_steps
 
     @property
-    def is_gated(self) -> bool:
+    def is_hybrid_member(self) -> bool:
         """Return whether the model is a member of a hybrid."""
         return self.proposer is not None and self.proposer.model_source >= 0
 
@@ -94,7 +94,7 @@ class DraftRunner:
         """Return how many rounds are timed at start-up."""
         if self.proposer is not None and self.proposer.stops_early:
             return 1
-        return (self.k + 1) // 2 if self.is_gated else self.k
+        return (self.k + 1) // 2 if self.is_hybrid_member else self.k
 
     def run_parallel(self, function: Callable[[], T], features: StepFeatures) -> Callable[[], T]:
         """Run the logprobs of a step beside the drafts at its end, which do not need them."""
@@ -168,11 +168,11 @@ class DraftRunner:
             matched = 0 if draft.matched is None else draft.matched.cpu().numpy()
             self.match_lengths[slots.cpu().numpy()] = matched
 
-    def store_features(self, hidden: Tensor, *tapped: Tensor) -> None:
+    def store_target_features(self, hidden: Tensor, *tapped: Tensor) -> None:
         """Copy the rows [R, hidden] that the proposer needs: other graphs run before it reads them."""
-        if self._features is not None and self.proposer is not None:
+        if self._target_features is not None and self.proposer is not None:
             needed = (hidden, *tapped) if self.proposer.needs_hidden else tapped
-            self.slots.ops.rounds.join_features(needed, self._features)
+            self.slots.ops.rounds.join_features(needed, self._target_features)
 
     def begin_step(self) -> None:
         """Reset the rounds and the seconds of the draft model."""
@@ -212,7 +212,7 @@ class DraftRunner:
         if not rounds:
             return 0
         if count > MAX_FEW_ENTRIES or has_prompts:
-            counts = ((self.k + 1) // 2, self.k) if self.is_gated else round_counts(self.k)
+            counts = ((self.k + 1) // 2, self.k) if self.is_hybrid_member else round_counts(self.k)
             return min(count for count in counts if count >= rounds)
         power = 1 << (rounds - 1).bit_length()
         return min(self.k, power * 3 // 4 if rounds <= power * 3 // 4 else power)
@@ -254,12 +254,12 @@ class DraftRunner:
         batch = DeviceBatch(columns, slots, budget)
         if rows is not None:
             slots, budget, chunk = slots[:entries], budget[:entries], plan.chunk[:entries]
-            features = None if self._features is None else self._features[: len(rows.tokens)]
+            features = None if self._target_features is None else self._target_features[: len(rows.tokens)]
             batch = DeviceBatch(columns, slots, budget, chunk, rows, features, spec, costs)
         begin = time.perf_counter()
         try:
             draft = self.proposer.draft(batch)
-            if spec is None or spec.rounds or self.is_gated:  # the commit has removed the last drafts
+            if spec is None or spec.rounds or self.is_hybrid_member:  # the commit has removed the last drafts
                 num_sources = 0 if self.slots.ops.runtime.asynchronous else self.num_sources
                 self.store(slots, budget, check_draft(draft, columns.draft[: len(slots)], num_sources))
         except Exception as error:  # a plug-in may raise anything

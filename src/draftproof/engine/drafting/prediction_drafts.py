@@ -72,7 +72,7 @@ class PredictionDrafts:
         if not entries:
             return
         scheduler, columns, slots = self._scheduler, self._device.slots.columns, planned.slots[entries]
-        mirror, room = scheduler.mirror, scheduler.draft_room(slots, planned.samples[entries])
+        mirror, room = scheduler.mirror, scheduler.draft_room(slots, planned.is_sampled[entries])
         budget = scheduler.policy.limit[slots]
         budget = budget if room is None else np.minimum(budget, room)
         drafts = self._cursors.next_tokens(
@@ -82,7 +82,7 @@ class PredictionDrafts:
         if not found:
             return
         slots, drafts = slots[found], [drafts[b] for b in found]
-        self._device.put(slots, budget[found], Draft.from_lists(drafts, self._k))
+        self._device.store_host_drafts(slots, budget[found], Draft.from_lists(drafts, self._k))
         proposer.discard(self._device.ops.runtime.send(torch.from_numpy(slots)))
         mirror.num_draft[slots] = [len(tokens) for tokens in drafts]
         self._has_drafts[slots] = True

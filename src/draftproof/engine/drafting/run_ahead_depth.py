@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-LATE_LIMIT = 0.04  # of the steps: above it the deeper queue is used
+MAX_LATE_STEP_SHARE = 0.04  # share of late steps above which the deeper queue is used
 LATE_RATE = 1 / 64  # weight of a step in that share
 BUSY_SHARE = 0.75  # of a step's seconds, for which the device is taken to be busy after a read
 
@@ -17,9 +17,9 @@ BUSY_SHARE = 0.75  # of a step's seconds, for which the device is taken to be bu
 class StepTimes(NamedTuple):
     """Clock readings of one step, in seconds."""
 
-    started: float  # the host began to plan it
-    waited: float  # the host had nothing else to do and began to wait for it
-    read: float  # its results were there
+    started_at: float  # the host began to plan it
+    wait_began_at: float  # the host had nothing else to do and began to wait for it
+    read_at: float  # its results were there
     is_queued_behind: bool  # the device went from the step before straight to it
     was_ready: bool  # its results were there when the host began to wait: the host was late
 
@@ -47,7 +47,7 @@ class RunAhead:
     @property
     def depth(self) -> int:
         """Return how many steps may be in flight."""
-        return self.max_depth if self.late_rate > LATE_LIMIT else self.min_depth
+        return self.max_depth if self.late_rate > MAX_LATE_STEP_SHARE else self.min_depth
 
     def is_device_busy(self, now: float) -> bool:
         """Return whether the queued steps are likely to keep the device busy for a while."""
@@ -55,18 +55,18 @@ class RunAhead:
 
     def record_orphan(self, times: StepTimes) -> None:
         """Record a step whose requests have all ended; its times are not used."""
-        self._last_read, self._last_seconds, self._was_late = times.read, 0.0, True
+        self._last_read, self._last_seconds, self._was_late = times.read_at, 0.0, True
 
     def record_step(self, times: StepTimes) -> StepSeconds:
         """Record a step that was just read.
 
         A step lasts from one read to the next, unless the host was late for either of them.
         """
-        since = self._last_read if times.is_queued_behind else times.started
-        self._last_read, self._last_seconds = times.read, times.read - since
+        since = self._last_read if times.is_queued_behind else times.started_at
+        self._last_read, self._last_seconds = times.read_at, times.read_at - since
         was_late, self._was_late, host = self._was_late, False, None
         if times.is_queued_behind and self.asynchronous:
             self._was_late = times.was_ready
             self.late_rate += LATE_RATE * (times.was_ready - self.late_rate)
-            host = times.waited - since
+            host = times.wait_began_at - since
         return StepSeconds(self._last_seconds, host, not was_late and not self._was_late)

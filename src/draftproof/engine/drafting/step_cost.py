@@ -45,12 +45,13 @@ MIN_CORRECTION = -0.5
 MAX_ERROR_SHARE = 0.5  # largest counted error, as a share of the predicted seconds
 PAUSE_FACTOR = 5.0  # a step of so many times the predicted seconds contains a pause of the caller
 MAX_PAUSES = 16  # pauses in a row after which the prediction is taken to be wrong
-FIRST_STEPS, STEP_INTERVAL = 3, 4  # equal steps in a row: the first 3 and then every 4th are observed
+FIRST_OBSERVED_STEPS = 3  # of equal steps in a row
+OBSERVE_INTERVAL_STEPS = 4  # of equal steps after the first ones, every 4th is observed
 HOST_RATE = 1 / 16  # weight of a step in the mean host seconds
 MAX_HOST_FACTOR = 2.0  # longer host parts count as so many times the mean
 HOST_FLOOR_SHARE = 0.85  # lower bound of a step, as a share of the mean host seconds
 MIN_DRAFT_SHARE = 0.25  # minimum predicted draft seconds, as a share of the timed ones; 0: it always runs
-UNMEASURED_ROWS = 64  # rows that double the cost of a step, where nothing was timed
+COST_DOUBLING_ROWS = 64  # extra rows that double the cost of a step, where nothing was timed
 
 
 class StepCost:
@@ -92,7 +93,7 @@ class StepCost:
     def unmeasured(cls, max_rows: int) -> StepCost:
         """Return a fixed default model for an engine without warm-up; observed steps do not correct it."""
         sizes = {min(1 << power, max_rows) for power in range(max_rows.bit_length() + 1)}
-        return cls({size: 1.0 + size / UNMEASURED_ROWS for size in sizes}, learns=False)
+        return cls({size: 1.0 + size / COST_DOUBLING_ROWS for size in sizes}, learns=False)
 
     def _reset(self) -> None:
         self._num_pauses = 0
@@ -142,7 +143,7 @@ class StepCost:
         kind = at, num_drafting, num_drafts > 0, rounds
         self._num_alike = self._num_alike + 1 if kind == self._last_kind else 0
         self._last_kind = kind
-        if self._num_alike <= FIRST_STEPS or self._num_alike % STEP_INTERVAL == 0:
+        if self._num_alike <= FIRST_OBSERVED_STEPS or self._num_alike % OBSERVE_INTERVAL_STEPS == 0:
             self._correct(rows, keys, seconds, num_drafts, self.draft_seconds(num_drafting, rounds))
 
     def observe_drafting(self, requests: int, seconds: float) -> None:
@@ -150,12 +151,13 @@ class StepCost:
         expected = self.draft_seconds(requests)
         self._draft_overhead += DRAFT_RATE * min(seconds - expected, MAX_DRAFT_ERROR_FACTOR * expected)
 
-    def _correct(self, rows: int, keys: int, seconds: float, num_drafts: int, draft: float) -> None:
+    def _correct(self, rows: int, keys: int, seconds: float, num_drafts: int, draft_seconds: float) -> None:
+        """Correct the model by the error of its prediction for an observed step."""
         requests, has_drafts = rows - num_drafts, num_drafts > 0
         context, draft_keys = self.context_seconds(keys, requests), 0.0
         if self._interpolate:
             draft_keys = num_drafts * keys / requests
-        expected = self.row_seconds(rows) + context + draft + self._per_draft_key * draft_keys
+        expected = self.row_seconds(rows) + context + draft_seconds + self._per_draft_key * draft_keys
         error = seconds - expected
         if self._num_plain_steps.any() and error > (PAUSE_FACTOR - 1) * expected:
             self._num_pauses += 1
@@ -187,7 +189,7 @@ class StepCost:
         influence = self._draft_influence if has_drafts else self._influence
         self._correction += rate * error / self._base[size] * influence[size]
         np.maximum(self._correction, MIN_CORRECTION, out=self._correction)
-        if draft:
+        if draft_seconds:
             self._draft_overhead += DRAFT_RATE * error
         else:  # it may be cheaper by now, which is not observed while the model does not run
             self._draft_overhead *= 1 - DRAFT_DECAY

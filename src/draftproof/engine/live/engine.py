@@ -85,7 +85,7 @@ class PausableEngine:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether an operation may begin: no step is in flight, and none is waited for."""
+        """Return whether no step is in flight and, in mode "wait", no begun request is left."""
         scheduler = self.loop.scheduler
         is_draining = scheduler.holds_new and not self.loop.is_paused
         return not self.loop.pending and not (is_draining and (scheduler.running or scheduler.waiting))

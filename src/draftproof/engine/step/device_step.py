@@ -206,7 +206,7 @@ class DeviceStep:
             return do_nothing
         self.drafting.reserve_ranking(features, min(LOGPROB_WIDTHS[-1], self.slots.vocab))
         self.drafting.begin_step()
-        if not (decision.runs_model or decision.catch_up_rows or self.drafting.is_gated):
+        if not (decision.runs_model or decision.catch_up_rows or self.drafting.is_hybrid_member):
             return do_nothing
         entries = self.drafting.captured_entries(len(planned.slots), rows)
         spec = self.drafting.spec(planned, decision, features, needs_probs)
@@ -218,12 +218,12 @@ class DeviceStep:
         catch_up = self.deferred_kv.catch_up(decision.catch_up_rows)
         return lambda: (catch_up(), draft())
 
-    def put(self, lines: Ints, budget: Ints, draft: Draft) -> None:
-        """Store the drafts of a proposer on the host, for the slots `lines`."""
+    def store_host_drafts(self, slots: Ints, budget: Ints, draft: Draft) -> None:
+        """Store the drafts of a proposer on the host, for the requests in `slots`."""
         send, columns = self.ops.runtime.send, self.slots.columns
-        draft = check_draft(draft, columns.draft[: len(lines)], self.drafting.num_sources)
-        slots = send(torch.from_numpy(lines))
-        self.drafting.store(slots, send(torch.from_numpy(budget)), draft)
+        draft = check_draft(draft, columns.draft[: len(slots)], self.drafting.num_sources)
+        sent_slots, sent_budget = send(torch.from_numpy(slots)), send(torch.from_numpy(budget))
+        self.drafting.store(sent_slots, sent_budget, draft)
 
     def set_masks(self, places: Tensor, masks: Tensor) -> None:
         """Store grammar masks [n, words] of the next step, for the rows at slot * (K + 1) + depth."""
@@ -275,7 +275,7 @@ class DeviceStep:
     def _decode_step(self, size: int, features: StepFeatures) -> StepTensors:
         layout = self._lay_out(size, size)  # every row of a decoding entry has logits
         logits, hidden, *tapped = self.runner.forward_logits(layout.rows)
-        self.drafting.store_features(hidden, *tapped)
+        self.drafting.store_target_features(hidden, *tapped)
         return self._sample_and_commit(logits, layout.windows, features, NO_REQUESTS)
 
     def num_output_rows(self, rows: int) -> int:
@@ -293,7 +293,7 @@ class DeviceStep:
         if output_rows:
             return self.runner.forward_selected(layout.rows, layout.at)
         hidden, *tapped = self.runner.forward_tapped(layout.rows)
-        self.drafting.store_features(hidden, *tapped)
+        self.drafting.store_target_features(hidden, *tapped)
         return hidden
 
     def _forward_only(self, size: int, output_rows: int) -> Tensor:

@@ -23,7 +23,7 @@ from draftproof.types import FIRST_ROW, NUM_OUT, TOKENS
 
 def send_masks(planned: StepPlan, slots: Slots, device: DeviceStep, thread: MaskThread) -> GrammarErrors:
     """Send the masks of every window of a request with a grammar. No step may be in flight."""
-    entries = [b for b, s in enumerate(planned.sequences) if s.guide is not None and planned.samples[b]]
+    entries = [b for b, s in enumerate(planned.sequences) if s.guide is not None and planned.is_sampled[b]]
     if not entries:
         return {}
     counts = planned.drafts[entries]

@@ -21,7 +21,7 @@ def pool_rows(device: DeviceStep, step: PendingStep, table: Ints) -> dict[int, P
         kind = sequence.request.pooling
         if kind == "mean":
             pooled[b] = sequence.pooled.plus(_unread_rows(step, b))
-        elif kind == "last" and planned.samples[b]:
+        elif kind == "last" and planned.is_sampled[b]:
             row = int(table[b, FIRST_ROW])
             pooled[b] = PooledRows().plus(_on_host(device.buffers.picked[row : row + 1]))
     return pooled

@@ -56,7 +56,7 @@ def queue_logprobs(
     """Queue the logprobs behind a step. computed [B]: tokens with KV before it; hidden [R, hidden] rows."""
     queued = QueuedLogprobs({}, {})
     for b, sequence in enumerate(planned.sequences):
-        if sequence.has_long_logprobs and planned.samples[b]:
+        if sequence.has_long_logprobs and planned.is_sampled[b]:
             queued.tokens[b] = _queue_tokens(device, planned, b, tensors)
         if sequence.request.params.prompt_logprobs is not None and planned.chunk[b] > 0:
             assert hidden is not None and computed is not None

@@ -44,7 +44,7 @@ class ReportedDrafts:
         assert results.draft_logprobs is not None
         table, slots = results.table[: len(planned.slots)], planned.slots
         reports = self._kinds[slots] != LogprobKind.NONE
-        counts = table[:, NUM_DRAFT] * (reports & planned.samples & (table[:, NUM_OUT] > 0))
+        counts = table[:, NUM_DRAFT] * (reports & planned.is_sampled & (table[:, NUM_OUT] > 0))
         entry = self._entries[: len(slots)].repeat(counts)
         if not len(entry):
             return None

@@ -88,8 +88,9 @@ class StepResults(Sequence[StepOutput]):
     requests: list[Request]  # [n]
     table: Ints  # [n, TOKENS + K + 1], see types.Outcome
     columns: dict[LogprobKind, LogprobColumns]
-    sources: tuple[str, ...] = ()  # names of the draft sources
-    source: NDArray[np.int8] | None = None  # [n, K] index into `sources`; None: all drafts are of the first
+    source_names: tuple[str, ...] = ()  # of the drafts
+    # [n, K] index into `source_names`; None: all drafts are of the first
+    draft_sources: NDArray[np.int8] | None = None
     finishes: dict[int, Finish] = field(default_factory=dict)
     host_outputs: dict[int, HostOutput] = field(default_factory=dict)
     drafts: DraftColumns | None = None  # of the requests with include_draft_logprobs; None: none has any
@@ -115,8 +116,8 @@ class StepResults(Sequence[StepOutput]):
             requests=[self.requests[b] for b in place],
             table=self.table[at],
             columns=self.columns,
-            sources=self.sources,
-            source=None if self.source is None else self.source[at],
+            source_names=self.source_names,
+            draft_sources=None if self.draft_sources is None else self.draft_sources[at],
             finishes={place[b]: finish for b, finish in self.finishes.items()},
             host_outputs={place[b]: one for b, one in self.host_outputs.items() if b in place},
             drafts=None if self.drafts is None else self.drafts.of_requests(at, len(self)),
@@ -136,7 +137,7 @@ class StepResults(Sequence[StepOutput]):
 
     @cached_property
     def _draft_records(self) -> list[DraftRecord]:
-        return [] if self.drafts is None else self.drafts.records(self.sources)
+        return [] if self.drafts is None else self.drafts.records(self.source_names)
 
     def tokens(self, i: int) -> list[int]:
         """Return the committed tokens of request i."""
@@ -165,9 +166,9 @@ class StepResults(Sequence[StepOutput]):
 
     def sources_of(self, i: int, count: int) -> list[str]:
         """Return the source names of the first `count` drafts of request i."""
-        if self.source is None:
-            return [self.sources[0]] * count if count else []
-        return [self.sources[number] for number in self.source[i, :count].tolist()]
+        if self.draft_sources is None:
+            return [self.source_names[0]] * count if count else []
+        return [self.source_names[number] for number in self.draft_sources[i, :count].tolist()]
 
     def _is_predicted(self, i: int) -> bool:
         """Return whether the drafts of request i are from its prediction."""
@@ -192,7 +193,7 @@ class StepResults(Sequence[StepOutput]):
         tokens = self.tokens(i)
         if not tokens:
             return []
-        kind = mode_of(params)
+        kind = requested_logprob_kind(params)
         values, ids, ranks = self._columns[kind]
         top = top_of(params.logprobs, self.columns[kind].ids.shape[1])
         first = self._lines[i][PICK]
@@ -220,16 +221,16 @@ def add_named(
         row.ranks += some_ranks[:count]
 
 
-def mode_of(params: SamplingParams) -> LogprobKind:
+def requested_logprob_kind(params: SamplingParams) -> LogprobKind:
     """Return the kind of logprobs that a request selects, if it has any."""
     return LogprobKind.RAW if params.logprobs_mode == "raw" else LogprobKind.PROCESSED
 
 
-def logprob_kind_of(params: SamplingParams, vocab: int) -> LogprobKind:
+def column_logprob_kind(params: SamplingParams, vocab: int) -> LogprobKind:
     """Return the kind of columns that hold the logprobs of a request's tokens."""
     if not params.needs_logprobs or has_long_logprobs(params, vocab):
         return LogprobKind.NONE
-    return mode_of(params)
+    return requested_logprob_kind(params)
 
 
 def logprob_width_of(params: SamplingParams, vocab: int) -> LogprobWidth:

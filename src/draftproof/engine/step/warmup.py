@@ -99,7 +99,7 @@ class WarmUp:
             rows = self._ops.runtime.bucket(count * (1 + k))
             entries = runner.captured_entries(count, rows)
             found[count] = self.time_drafts(rows, entries, DraftSpec(runner.timed_rounds))
-            if runner.is_gated or not runner.defers_kv:
+            if runner.is_hybrid_member or not runner.defers_kv:
                 without = self.time_drafts(rows, entries, DraftSpec(0, runs_model=not runner.defers_kv))
                 found[count] = max(0.0, found[count] - without)
         return found
@@ -150,11 +150,10 @@ def captured_graphs(runner: DraftRunner, sizes: Sequence[int]) -> list[DraftGrap
             rounds = runner.captured_rounds(count, wanted, rows > full)
             has_prompts = rows > full and runner.depends_on_prompts
             runs_model = rounds > 0 or has_prompts or not runner.defers_kv
-            passes = (
-                (runs_model, False) if runner.is_gated and runner.defers_kv and not rounds else (runs_model,)
-            )
+            may_defer = runner.is_hybrid_member and runner.defers_kv and not rounds
+            passes = (runs_model, False) if may_defer else (runs_model,)
             for runs in passes:
-                if runs or runner.is_gated:
+                if runs or runner.is_hybrid_member:
                     spec = DraftSpec(rounds, runs, has_prompts)
                     found[rows, runner.captured_entries(count, rows), spec] = None
     return list(found)

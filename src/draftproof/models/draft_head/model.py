@@ -201,20 +201,20 @@ class DraftHeadModel:
         windows: Windows,
         greedy: bool,
         out: Tensor,
-        sure: Tensor | None = None,
-        stored: Tensor | None = None,
+        draft_probs: Tensor | None = None,
+        logits_out: Tensor | None = None,
     ) -> Tensor:
         """Sample one draft per entry into `out` [B], with the noise of plain sampling, from row `at` of each.
 
-        `sure` [B], if given, receives the draft probability of each; `stored` [B, draft_vocab_size] the
-        logits, where `can_store_logits`. Return the sampled rows [B, hidden].
+        `draft_probs` [B], if given, receives the probability of each draft; `logits_out`
+        [B, draft_vocab_size] the logits, where `can_store_logits`. Return the sampled rows [B, hidden].
         """
         if self.norm is not None:
             norm, eps = self.norm, self.config.rms_norm_eps
             return self.ops.rounds.lm_head_sample(
-                row, at, norm, eps, self.lm_head, self.ids, windows, greedy, out, sure, stored
+                row, at, norm, eps, self.lm_head, self.ids, windows, greedy, out, draft_probs, logits_out
             )
-        assert stored is None
+        assert logits_out is None
         row = row if at is None else row[at.clamp(min=0)]
         logits = self.logits(row)
         token = self.ops.sampling.argmax(logits) if greedy else self.ops.sampling.sample(logits, windows)[0]

@@ -24,7 +24,6 @@ from draftproof.models.weights.low_bit import (
 )
 
 PER_WORD = 8  # 4-bit values in an int32
-PACKED_ZERO = 8  # compressed-tensors stores a signed 4-bit value plus this
 AWQ_COLUMNS = [0, 4, 1, 5, 2, 6, 3, 7]  # 4 bits of a word that hold its columns 0 to 7
 ONE_IN_EACH = 0x11111111  # adds 1 to every 4-bit value of a word
 

@@ -191,7 +191,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientDisconnected("gone")
+            raise ClientDisconnected("disconnected")
         part = message.get("body", b"")
         size += len(part)
         if size > limit:

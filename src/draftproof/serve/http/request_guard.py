@@ -19,7 +19,7 @@ from draftproof.serve.settings import Settings
 
 SWEEP_SECONDS = 1.0  # between two checks for timeouts
 ENTRY_BYTES = 8
-CancelReason = Literal["gone", "slow", "late"]  # disconnected; does not read; timed out
+CancelReason = Literal["disconnected", "not_reading", "timed_out"]
 
 
 class ClientDisconnected(Exception):
@@ -50,14 +50,14 @@ class ClientMonitor:
         if self._cancel_reason is None or kind is None or not issubclass(kind, asyncio.CancelledError):
             return
         self._task.uncancel()
-        if self._cancel_reason == "late":
+        if self._cancel_reason == "timed_out":
             raise TimeoutError from None
         raise ClientDisconnected(self._cancel_reason) from None
 
     async def _watch_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.cancel("gone")
+        self.cancel("disconnected")
 
     def complete(self) -> None:
         """End the count of the request: its last bytes are about to be sent."""
@@ -84,9 +84,9 @@ class ClientMonitor:
     def check_timeout(self, now: float) -> None:
         """Cancel the request if it takes too long, or its client does not read."""
         if self.sending_since is not None and now - self.sending_since > self._guard.settings.stall_seconds:
-            self.cancel("slow")
+            self.cancel("not_reading")
         elif now > self.deadline:
-            self.cancel("late" if self.sending_since is None else "slow")
+            self.cancel("timed_out" if self.sending_since is None else "not_reading")
 
 
 class OpenRequestCounts:

@@ -16,8 +16,8 @@ from draftproof.engine.step.step_results import (
     LogprobColumns,
     LogprobWidth,
     StepResults,
+    column_logprob_kind,
     has_long_logprobs,
-    logprob_kind_of,
     logprob_width_of,
     widest,
 )
@@ -120,7 +120,7 @@ class ReceivedGroup:
             raise FrameError("duplicate handle")
         at = [i for i, handle in enumerate(handles) if handle in known]
         requests = [known[handles[i]] for i in at]
-        kinds = [logprob_kind_of(request.params, vocab) for request in requests]
+        kinds = [column_logprob_kind(request.params, vocab) for request in requests]
         widths = [logprob_width_of(request.params, vocab) for request in requests]
         pairs = list(zip(at, requests, strict=True))
         return cls(
@@ -179,8 +179,8 @@ def to_step_results(
         requests=group.requests,
         table=table,
         columns=frame.columns,
-        sources=sources,
-        source=source,
+        source_names=sources,
+        draft_sources=source,
         finishes=endings,
         host_outputs=extras,
         drafts=drafts,

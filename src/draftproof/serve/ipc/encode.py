@@ -103,9 +103,9 @@ def encode_step(
         "token": table[owner, TOKENS + place],
     }
     counts = {"requests": size, "tokens": len(owner)}
-    if results.source is not None:
-        source = results.source if group.at is None else results.source[group.at]
-        columns["source"] = source[np.arange(source.shape[1]) < table[:, NUM_DRAFT, None]]
+    if results.draft_sources is not None:
+        sources = results.draft_sources if group.at is None else results.draft_sources[group.at]
+        columns["source"] = sources[np.arange(sources.shape[1]) < table[:, NUM_DRAFT, None]]
         counts["draft_sources"] = len(columns["source"])
     if group.widths:
         _add_logprob_blocks(columns, counts, results, group, owner, table[owner, PICK] + place)

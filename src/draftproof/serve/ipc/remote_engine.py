@@ -237,7 +237,8 @@ class RemoteEngine:
             info = self._on_engine_info(data)
             if _without_pid(info) != _without_pid(self.info):
                 self._is_connected = False
-                raise EngineDeadError("the restarted engine has other properties")
+                text = "the restarted engine has another model or options: restart the server"
+                raise EngineDeadError(text)
             self.info = info
             return NO_RESULTS
         if data.startswith(TIMINGS):

@@ -76,7 +76,7 @@ def main() -> int:
         worker.run()
     except BaseException as error:
         logging.getLogger("draftproof").critical("the engine failed", exc_info=error)
-        reports.send(broke=f"{type(error).__name__}: {error}")
+        reports.send(engine_error=f"{type(error).__name__}: {error}")
         return EXIT_ENGINE_FAILED
     finally:
         llm.close()

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from draftproof.engine.step.step_results import logprob_kind_of, logprob_width_of
+from draftproof.engine.step.step_results import column_logprob_kind, logprob_width_of
 from draftproof.errors import DraftproofError, EngineDownError, QueueFullError, RequestError
 from draftproof.llm import LLM
 from draftproof.sampling_params import SamplingParams
@@ -88,7 +88,7 @@ class RequestTable:
             return  # aborted meanwhile, or the HTTP process disconnected
         connection.compiling.discard(add.handle)
         vocab = self._engine.limits.vocab_size
-        kind, width = logprob_kind_of(params, vocab), logprob_width_of(params, vocab)
+        kind, width = column_logprob_kind(params, vocab), logprob_width_of(params, vocab)
         made: list[RequestEntry] = []
         try:
             for i, request in enumerate(build_requests(add, body, params, f"{connection.number}:", grammar)):

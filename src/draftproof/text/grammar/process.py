@@ -47,7 +47,7 @@ class GrammarProcess:
             try:
                 worker.ready()
                 status, text = worker.run(job, seconds)
-                if status == "broke":
+                if status == "out_of_memory":
                     raise EOFError
             except (queue.Empty, EOFError, OSError) as error:
                 self._worker = None
@@ -139,7 +139,8 @@ def _why(error: Exception, seconds: float) -> str:
             "for example by lower bounds on repetitions and fewer alternatives"
         )
     if isinstance(error, (EOFError, BrokenPipeError)):  # it ended before its reply or before it read the job
-        return "structured_outputs: the compiler broke over it (too much memory, or nesting): make it smaller"
+        text = "structured_outputs: the compiler ran out of memory or stack"
+        return f"{text}: use a smaller, less nested grammar"
     return str(error)
 
 

@@ -153,7 +153,7 @@ def _compile(
             return "refused", "no token of this vocabulary can begin it"
     except Exception as error:  # any exception of the compiler concerns this grammar
         full = isinstance(error, MemoryError) or "bad_alloc" in str(error)
-        return "broke" if full else "refused", str(error)
+        return "out_of_memory" if full else "refused", str(error)
     finally:
         signal.alarm(0)
     log.seek(0)
@@ -216,13 +216,13 @@ def main() -> None:
         size = len(vocabulary)
         info = xgrammar.TokenizerInfo(vocabulary, raw, vocab_size=size, stop_token_ids=stops)
     except Exception as error:
-        write_frame(out, ("broken", f"{type(error).__name__}: {error}"))
+        write_frame(out, ("start_failed", f"{type(error).__name__}: {error}"))
         return
     _limit_memory()
     write_frame(out, ("ready", ""))
     status = ""
     with contextlib.suppress(EOFError):
-        while status != "broke":  # too little memory is left for the next job
+        while status != "out_of_memory":  # too little memory is left for the next job
             status, text = _compile(xgrammar, info, read_frame(sys.stdin.buffer), log)
             write_frame(out, (status, text))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from draftproof.text.reasoning.formats import Parse, ReasoningFormat
-from draftproof.text.tool_calls.parser import SPACE, ParsedText, Steps, TextReader, ToolCallParser, collect
+from draftproof.text.tool_calls.parser import SPACE, Steps, TextReader
 
 
 def parse_reasoning(form: ReasoningFormat, is_open: bool, calls: Parse | None = None) -> Parse:
@@ -32,12 +32,6 @@ def parse_reasoning(form: ReasoningFormat, is_open: bool, calls: Parse | None = 
         yield from (calls(reader) if calls is not None else _content(reader, form))
 
     return steps
-
-
-def split_text(form: ReasoningFormat, text: str, is_open: bool) -> ParsedText:
-    """Split a whole output without tool calls: the incremental parser, fed once."""
-    parser = ToolCallParser(parse_reasoning(form, is_open), {})
-    return collect([*parser.feed(text), *parser.finish()])
 
 
 def _reasoning(reader: TextReader, form: ReasoningFormat) -> Steps[None]:

@@ -83,7 +83,7 @@ class CompletionHandler:
                     await self._handle(route, body, model, record, client, response)
         except ClientDisconnected as error:
             self._metrics.disconnects += 1
-            record.status, record.fields["ended"] = 499, f"client {error}"
+            record.status, record.fields["ended"] = 499, f"client {error}".replace("_", " ")
         except Exception as error:
             await self._send_error(route, error, record, response)
 
