@@ -22,11 +22,11 @@ SEED = 1234
 
 
 def float_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of a tensor, a dataclass or a list."""
+    """Yield the floating-point tensors of a tensor, a dataclass, a list or a tuple."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
-    elif isinstance(value, list):
+    elif isinstance(value, (list, tuple)):
         for each in value:
             yield from float_tensors(each)
     elif is_dataclass(value) and not isinstance(value, type):

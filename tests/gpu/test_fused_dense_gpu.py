@@ -41,7 +41,9 @@ class Size(NamedTuple):
 
 SIZES = {
     "gemma-3-4b": Size(2560, 10240, 8, 4, 256, True, True, False, "gelu_tanh", (1024, 0, 1000)),
+    "gemma-3-12b": Size(3840, 15360, 16, 8, 256, True, True, False, "gelu_tanh", (1024, 0, 1000)),
     "llama-3-8b": Size(4096, 14336, 32, 8),
+    "llama-3.2-3b": Size(3072, 8192, 24, 8),
     "qwen3-8b": Size(4096, 12288, 32, 8, qk_norms=True),
     "qwen2.5-7b": Size(3584, 18944, 28, 4, bias=True),
     "small": Size(1280, 2560, 10, 2, windows=(100, 0, 1)),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
+
+from draftproof.ops import Attention, AttentionShape, Layer, Mlp
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
@@ -58,3 +62,62 @@ def test_other_shapes_are_not_supported(changes: dict[str, int]) -> None:
     from draftproof.ops.triton.fused_dense.launcher import fits
 
     assert not fits(make_shape(**changes))
+
+
+def make_layer(dtype: torch.dtype = torch.bfloat16) -> Layer:
+    """Return a layer of the Llama-8B shape without memory."""
+    from draftproof.ops.triton.gemm.weight import PackedLinear
+
+    def packed(columns: int, depth: int) -> PackedLinear:
+        return PackedLinear(torch.empty((columns, depth), dtype=dtype, device="meta"), None)
+
+    norm = torch.empty(4096, dtype=dtype, device="meta")
+    attention = Attention(AttentionShape(32, 8, 128, 0.1, 0), packed(6144, 4096), packed(4096, 4096))
+    return Layer(norm, attention, norm, Mlp(packed(28672, 4096), packed(4096, 14336)))
+
+
+def changed_layers() -> dict[str, Layer]:
+    """Return layers that the kernel must refuse, each by what is changed."""
+    layer = make_layer()
+    attention, mlp = layer.attention, layer.mlp
+    assert isinstance(attention, Attention) and isinstance(mlp, Mlp)
+    bias, head_norm = torch.empty(4096), torch.empty(128)
+
+    def with_attention(**changes: Any) -> Layer:
+        return replace(layer, attention=replace(attention, **changes))
+
+    def with_mlp(**changes: Any) -> Layer:
+        return replace(layer, mlp=replace(mlp, **changes))
+
+    return {
+        "fp32": make_layer(torch.float32),
+        "bias of the output": with_attention(out=replace(attention.out, bias=bias)),
+        "bias of down": with_mlp(down=replace(mlp.down, bias=bias)),
+        "bias of gate and up": with_mlp(gate_up=replace(mlp.gate_up, bias=bias)),
+        "quantised weight": with_mlp(down=replace(mlp.down, format="w8a8")),
+        "sinks": with_attention(sinks=torch.empty(32)),
+        "norm of all heads": with_attention(q_row_norm=layer.attention_norm),
+        "fp32 norm of heads": with_attention(q_norm=head_norm),
+        "fp32 norm": replace(layer, mlp_norm=torch.empty(4096)),
+        "one output norm": replace(layer, mlp_output_norm=layer.mlp_norm),
+        "no norm": replace(layer, attention_norm=None),
+        "token norm": replace(layer, token_norm=layer.mlp_norm),
+        "normed residual": replace(layer, residual_is_normed=True),
+        "residual scale": replace(layer, residual_scale=0.5),
+        "activation": with_mlp(activation="swiglu_oai"),
+        "other sizes": with_mlp(down=replace(mlp.down, depth=7168)),
+    }
+
+
+def test_supported_layer() -> None:
+    from draftproof.ops.triton.fused_dense.launcher import shape_of
+
+    shape = shape_of(make_layer())
+    assert shape is not None and (shape.hidden, shape.inner, shape.width) == (4096, 14336, 4096)
+
+
+@pytest.mark.parametrize("name", changed_layers() if find_spec("triton") else ())
+def test_other_layers_are_not_supported(name: str) -> None:
+    from draftproof.ops.triton.fused_dense.launcher import shape_of
+
+    assert shape_of(changed_layers()[name]) is None

@@ -42,7 +42,7 @@ class TritonForward(TritonLatent, TritonMoe):
 
     `cublas`: where cuBLAS may be used; see `gemm/cublas`.
     `one_launch`: run all layers in one kernel where one supports them: few rows of a small model, one row of
-    a mixture of experts.
+    another dense model or of a mixture of experts.
     """
 
     fused_rows_limit: ClassVar[int] = 96
@@ -52,8 +52,7 @@ class TritonForward(TritonLatent, TritonMoe):
     norms_round_sums: ClassVar[bool] = True
 
     def __init__(self, launch: LaunchContext, cublas: Mode, one_launch: bool) -> None:
-        self._launch, self.one_launch = launch, one_launch
-        chip = launch.chip
+        self._launch, self.one_launch, chip = launch, one_launch, launch.chip
         measured = initial_tiles(chip.name, chip.capability) if launch.cuda else {}
         self.tiles = TileTable(measured, chip.shared_per_program)
         self.gemm = dense.Gemm(self.tiles)
@@ -274,7 +273,8 @@ class TritonForward(TritonLatent, TritonMoe):
         if kernel is None:
             return None
         for layer, cache, rope in zip(layers, caches, ropes, strict=True):
-            kernel_utils.check_table("rope", rope)
+            if kernel_utils.matrix("rope", rope, layer.attention.heads.dim, FP32) is not rope:
+                return None  # the separate ops copy a table that is not aligned
             check_rows(rows, len(residual), layer.attention.heads, cache, residual.dtype)
         tapped = kernel(residual, layers, rows, ropes, caches, eps, taps, embedding)
         return None if tapped is None else (residual, *tapped.unbind(1))

@@ -209,12 +209,6 @@ def matrix(name: str, x: Tensor, width: int | None = None, dtypes: tuple = FLOAT
     return _usable(name, x, dtypes)
 
 
-def check_table(name: str, x: Tensor) -> None:
-    """Raise ConfigError unless a kernel can read the fp32 matrix `x` at its address."""
-    if matrix(name, x, None, FP32) is not x:
-        raise ConfigError(f"{name} must be contiguous and begin at a multiple of {ALIGNMENT} bytes")
-
-
 def vector(name: str, x: Tensor, size: int | None, dtypes: tuple) -> Tensor:
     """Return `x` as a contiguous aligned vector [size] of one of `dtypes`, or raise ConfigError."""
     if x.ndim != 1 or (size is not None and x.shape[0] != size):

@@ -25,6 +25,7 @@ from draftproof.ops.triton.one_row.launcher import (
     REGISTERS,
     SHARED_BYTES,
     OneRowLayers,
+    are_plain_norms,
 )
 from draftproof.ops.triton.one_row.ring import CHUNK, MMA_COLUMNS, STAGE_ROWS
 from draftproof.ops.triton.one_row.spans import HEAD_ROWS
@@ -32,7 +33,7 @@ from draftproof.ops.triton.one_row.spans import HEAD_ROWS
 MAX_SPANS = 128  # of a page table: with more tokens the separate ops, made for long contexts, are used
 MIN_STAGES, MAX_STAGES = 8, 12  # stages of the ring
 MAX_QKV_TILE = 64  # columns of q, k and v in a stage
-MIN_HIDDEN, MAX_HIDDEN = 1024, 4096  # above and up to which; `fused/` runs narrower models
+MIN_HIDDEN, MAX_HIDDEN = 1024, 4096  # above and up to which; `fused/` runs narrower ones
 STAGE_ELEMENTS = STAGE_ROWS.value * CHUNK.value
 
 
@@ -117,6 +118,10 @@ def shape_of(layer: Layer) -> Shape | None:
     )  # fmt: skip
     sizes = [tuple(each.weight.shape) for each in weights]
     is_same = layer.residual_scale == 1.0 and sizes == shape.weight_sizes
+    is_same &= are_plain_norms(
+        *((norm, shape.hidden) for norm in (*present, *output_norms)),
+        *((norm, shape.dim) for norm in (attention.q_norm, attention.k_norm)),
+    )
     return shape if is_same and fits(shape) else None
 
 

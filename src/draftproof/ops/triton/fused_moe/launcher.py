@@ -22,6 +22,7 @@ from draftproof.ops.triton.one_row.launcher import (
     REGISTERS,
     SHARED_BYTES,
     OneRowLayers,
+    are_plain_norms,
 )
 from draftproof.ops.triton.one_row.ring import CHUNK, MMA_COLUMNS, STAGE_ROWS
 from draftproof.ops.triton.one_row.spans import HEAD_ROWS
@@ -111,6 +112,10 @@ def shape_of(layer: Layer) -> Shape | None:
     )  # fmt: skip
     sizes = [tuple(each.weight.shape) for each in weights]
     is_same = layer.residual_scale == 1.0 and sizes == shape.weight_sizes
+    is_same &= are_plain_norms(
+        (layer.attention_norm, shape.hidden), (layer.mlp_norm, shape.hidden),
+        (attention.q_norm, shape.dim), (attention.k_norm, shape.dim),
+    )  # fmt: skip
     return shape if is_same and fits(shape) else None
 
 

@@ -26,8 +26,15 @@ COPY_REGISTERS = 104  # registers of a thread that copies
 Shape = TypeVar("Shape")  # sizes of a layer that a kernel is compiled for
 
 
+def are_plain_norms(*norms: tuple[Tensor | None, int]) -> bool:
+    """Return whether the norms that exist are bf16 vectors of the given sizes."""
+    return all(
+        norm is None or (norm.dtype == torch.bfloat16 and norm.shape == (size,)) for norm, size in norms
+    )
+
+
 class OneRowLayers(ABC, Generic[Shape]):
-    """Launcher of one kernel."""
+    """Launcher of one kernel; its counters and scratch allow one launch at a time for each backend object."""
 
     def __init__(self, launch: LaunchContext) -> None:
         self._launch = launch
