@@ -2,9 +2,10 @@
 
 With one row most of the time of an op is its launch and its chain of dependent loads. Here every program
 runs all layers and their stages: norm and QKV; attention; output projection; norm and router; gate and up;
-down with the sum of the experts. A grid barrier separates the stages. Every program computes the same norms
-and the same choice of experts, and its own columns of each product. Four warps copy weights ahead of the
-stage that reads them, see `one_row/ring.py`.
+down with the sum of the experts. A grid barrier separates the stages, except that logits of the router are
+read as soon as they are stored. Every program computes the same norms and the same choice of experts, and
+its own columns of each product. Four warps copy weights ahead of the stage that reads them, see
+`one_row/ring.py`.
 
 Bits equal those of the separate ops. Written in Gluon, which Triton's interpreter does not run. The size of
 the code matters: each stage runs once a layer, so its instructions are no longer in the instruction cache.
