@@ -39,7 +39,7 @@ from draftproof.engine.step.step_results import Finish, LogprobColumns, StepResu
 from draftproof.metrics import RequestStats
 from draftproof.outputs import DraftColumns
 from draftproof.types import (
-    ENDED,
+    FINISH_STATUS,
     NUM_ACCEPTED,
     NUM_DRAFT,
     NUM_OUT,
@@ -140,7 +140,7 @@ class InstantDevice:
         table[:n, NUM_OUT] = planned.is_sampled
         table[:n, TOKENS] = 7
         self.length[slots] += planned.is_sampled
-        table[:n, ENDED] = np.where(self.length[slots] >= self.limit[slots], FinishStatus.LENGTH, 0)
+        table[:n, FINISH_STATUS] = np.where(self.length[slots] >= self.limit[slots], FinishStatus.LENGTH, 0)
         return StepTensors(None, None, None, None, parts.complete()), None  # type: ignore[arg-type]
 
 

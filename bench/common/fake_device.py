@@ -19,7 +19,7 @@ from draftproof.engine.step.device_step import StepTensors
 from draftproof.engine.step.result_buffer import PackedResults
 from draftproof.ops.triton import graphs as queue
 from draftproof.types import (
-    ENDED,
+    FINISH_STATUS,
     NUM_ACCEPTED,
     NUM_DRAFT,
     NUM_OUT,
@@ -108,7 +108,9 @@ class FakeDevice:
         table[:n, TOKENS:] = self._draw.integers(3, 500, (n, self.device.buffers.table_width - TOKENS))
         table[:n, PICK] = np.cumsum(out) - out
         self._length[slots] += out
-        table[:n, ENDED] = np.where(self._length[slots] >= host.max_length[slots], FinishStatus.LENGTH, 0)
+        table[:n, FINISH_STATUS] = np.where(
+            self._length[slots] >= host.max_length[slots], FinishStatus.LENGTH, 0
+        )
         packed = self._pack(rows, features)
         packed.data[: table.nbytes].copy_(torch.from_numpy(table).view(-1).view(torch.uint8))
         none: Any = None

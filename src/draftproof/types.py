@@ -66,7 +66,7 @@ class SlotColumns:
     length: Tensor  # [S] int64: committed tokens, prompt included
     prompt_len: Tensor  # [S] int64
     computed: Tensor  # [S] int64: tokens whose KV is stored
-    ended: Tensor  # [S] int64: a `FinishStatus`; a finished request has no rows, even in a planned step
+    finish_status: Tensor  # [S] int64: a `FinishStatus`; a finished request has no rows in a planned step
     draft: Tensor  # [S, K] int64
     num_draft: Tensor  # [S] int64
     draft_logprob: Tensor  # [S, K] fp32, by the drafter; NaN: it reported none
@@ -301,7 +301,7 @@ class Outcome:
 NUM_OUT = 0  # committed tokens
 NUM_DRAFT = 1  # drafts verified
 NUM_ACCEPTED = 2  # accepted drafts, the first of the committed tokens
-ENDED = 3  # a `FinishStatus`
+FINISH_STATUS = 3
 FIRST_ROW = 4  # first logits row of the window
 PICK = 5  # index of its first token in `pick_rows`, if its logprobs are needed
 TOKENS = 6  # K + 1 columns, valid up to NUM_OUT

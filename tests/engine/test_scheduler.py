@@ -235,7 +235,7 @@ def _share(engine, sequence):
         (_host("prompt_left", 2), "KV of 12 tokens"),
         (_column("num_draft"), "more drafts than the host mirror has"),
         (_column("prompt_len"), "prompt lengths differ"),
-        (_column("ended"), "finished on the device only"),
+        (_column("finish_status"), "finished on the device only"),
         (_host("in_flight"), "a step is missing"),
         (lambda e, s: setattr(s, "max_length", 13), "ran past its maximum length"),
         (lambda e, s: e.loop.slots.requests.__setitem__(s.slot, None), "its slot holds another request"),

@@ -16,7 +16,7 @@ from draftproof.ops.contract.draft_search import SuffixOptions
 from draftproof.ops.reference.draft_search import _latest_match
 from draftproof.ops.torch.backend import TorchOps
 from draftproof.types import (
-    ENDED,
+    FINISH_STATUS,
     NUM_ACCEPTED,
     NUM_DRAFT,
     NUM_OUT,
@@ -101,7 +101,7 @@ def features(seed: int) -> Counter[str]:
             found["no entry"] += 1
             continue
         line, window = out.table[b].tolist(), int(before.slots[b]) >= 0
-        chunk, ended = int(plan.chunk[b]), int(columns.ended[slot])
+        chunk, ended = int(plan.chunk[b]), int(columns.finish_status[slot])
         found["ended before"] += ended != FinishStatus.RUNNING
         found["prompt continues"] += chunk > 0 and not window and not ended
         found["prompt ends"] += chunk > 0 and window
@@ -116,12 +116,12 @@ def features(seed: int) -> Counter[str]:
             continue
         rows = bad[int(before.first[b]) :][: line[NUM_DRAFT] + 1]
         found["drafts cut by the plan"] += int(columns.num_draft[slot]) > line[NUM_DRAFT]
-        found[f"ends: {FinishStatus(line[ENDED]).name}"] += 1
+        found[f"ends: {FinishStatus(line[FINISH_STATUS]).name}"] += 1
         ends_in_drafts = line[NUM_OUT] == line[NUM_ACCEPTED]
-        found["stop within its drafts"] += line[ENDED] == FinishStatus.STOP and ends_in_drafts
-        found["length within its drafts"] += line[ENDED] == FinishStatus.LENGTH and ends_in_drafts
+        found["stop within its drafts"] += line[FINISH_STATUS] == FinishStatus.STOP and ends_in_drafts
+        found["length within its drafts"] += line[FINISH_STATUS] == FinishStatus.LENGTH and ends_in_drafts
         found["a bad row after the last committed token"] += line[
-            ENDED
+            FINISH_STATUS
         ] < FinishStatus.NO_ALLOWED_TOKEN and bool((rows > 0).any())
         found["nothing committed"] += line[NUM_OUT] == 0
         found["all accepted"] += line[NUM_ACCEPTED] == line[NUM_DRAFT] > 0

@@ -85,7 +85,7 @@ def test_random_histories_equal_the_definition(ops):
 @every
 def test_empty_and_finished_slots_get_no_drafts(ops):
     columns = lines(ops, 4, [[7, 8, 7, 8, 7]] * 3)
-    columns.ended[1] = int(FinishStatus.STOP)
+    columns.finish_status[1] = int(FinishStatus.STOP)
     slots, budget = torch.tensor([-1, 0, 1, 2, -1]), torch.tensor([4, 4, 4, 0, 4])
     drafts, count, matched = ops.search.search_ngram(DeviceBatch(columns, slots, budget), 2, 5)
     assert count.tolist() == [0, 4, 0, 0, 0] and matched.tolist() == [0, 3, 0, 0, 0]

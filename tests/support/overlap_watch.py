@@ -26,7 +26,7 @@ class Watch:
             host = scheduler.mirror
             assert int(columns.num_draft[slot]) <= host.num_draft[slot] <= sequence.draft_limit
             assert 0 <= host.in_flight[slot] <= self.loop.policy.run_ahead.depth
-            if not int(columns.ended[slot]):
+            if not int(columns.finish_status[slot]):
                 assert host.length[slot] + host.in_flight[slot] <= int(columns.length[slot])
             assert int(columns.length[slot]) <= sequence.max_length
 

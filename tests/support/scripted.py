@@ -20,7 +20,7 @@ from draftproof.registry import lookup
 from draftproof.sampling_params import SamplingParams
 from draftproof.speculative_config import SpeculativeConfig
 from draftproof.types import (
-    ENDED,
+    FINISH_STATUS,
     NUM_ACCEPTED,
     NUM_OUT,
     TOKENS,
@@ -196,7 +196,7 @@ def run_step(
     return Result(
         tokens=[line[TOKENS : TOKENS + line[NUM_OUT]] for line in table.tolist()],
         accepted=table[:, NUM_ACCEPTED].tolist(),
-        ended=[FinishStatus(number) for number in table[:, ENDED].tolist()],
+        ended=[FinishStatus(number) for number in table[:, FINISH_STATUS].tolist()],
         windows=windows,
         sampled=sampled,
         outcome=outcome,
@@ -241,7 +241,7 @@ def simulate(
     sampler = Sampler(OPS, [verifier])
     features = features_of([Running(request, 0)], [verifier], vocab)
     while True:
-        live = (columns.ended == FinishStatus.RUNNING).nonzero()[:, 0]
+        live = (columns.finish_status == FinishStatus.RUNNING).nonzero()[:, 0]
         if not len(live):
             assert (columns.length == 1 + length).all()
             return columns.tokens[:, 1 : 1 + length].clone()

@@ -165,7 +165,7 @@ class Step:
         columns.length[slot], columns.prompt_len[slot] = length, self.int(1, length)
         columns.tokens[slot, :length] = self.ints(0, min(size.letters, size.vocab) - 1, length)
         columns.computed[slot] = self.int(0, length - 1) if phase == "prompt" else length - 1
-        columns.ended[slot] = self.int(1, 5) if phase == "ended" else 0
+        columns.finish_status[slot] = self.int(1, 5) if phase == "ended" else 0
         columns.max_length[slot] = min(size.wide, length + self.int(1, 3 * size.k))
         columns.num_draft[slot] = 0
         if phase == "decode":

@@ -136,7 +136,7 @@ def test_slot_columns_are_reset_for_the_next_request() -> None:
     used, fresh = Slots(1, 64, 3, 4, V, OPS), Slots(1, 64, 3, 4, V, OPS)
     earlier = request(0, old, 5, seed=77)
     used.fill([in_slot(used, earlier, [1, 2], 30, strategy=1, logprob_kind=LogprobKind.PROCESSED)])
-    for name in ("ended", "num_draft", "computed"):  # as it may leave them
+    for name in ("finish_status", "num_draft", "computed"):  # as it may leave them
         getattr(used.columns, name).fill_(3)
     used.free(0)
     given_params = request(1, SamplingParams(), 3, seed=5)

@@ -134,7 +134,7 @@ class Decoding:
         for cache in (*self.engine.runner.caches, *drafter.caches):
             cache.normal_()
         slots.columns.draft.random_(made.config.vocab_size)
-        names = ("length", "computed", "num_draft", "ended", "draft", "tokens")
+        names = ("length", "computed", "num_draft", "finish_status", "draft", "tokens")
         self._state = {name: getattr(slots.columns, name).clone() for name in names}
         self._stored = [cache.clone() for cache in drafter.caches]
 

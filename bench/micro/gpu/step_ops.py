@@ -94,7 +94,7 @@ class DecodingSlots:
         made = Step(0, Size(entries=entries, k=k, vocab=vocab, wide=2048, letters=vocab))
         self.ops, self.k, self.entries = ops, k, entries
         columns = self.columns = copied(made.columns, GPU)
-        for name in ("ended", "adjust", "logprob_kind", "num_draft", "prompt_len", "seed"):
+        for name in ("finish_status", "adjust", "logprob_kind", "num_draft", "prompt_len", "seed"):
             getattr(columns, name).fill_(0)
         columns.ends.fill_(False)
         columns.banned.fill_(False)

@@ -16,7 +16,7 @@ def check_step(scheduler: Scheduler, slots: Slots) -> None:
         length, prompt = int(host.length[slot]), len(sequence.request.prompt_token_ids)
         left, num_draft = int(host.prompt_left[slot]), int(columns.num_draft[slot])
         assert slots.requests[slot] is sequence.request, f"{name}: its slot holds another request"
-        assert int(columns.ended[slot]) == 0, f"{name}: finished on the device only"
+        assert int(columns.finish_status[slot]) == 0, f"{name}: finished on the device only"
         assert int(columns.length[slot]) == length, f"{name}: lengths differ"
         computed = length - left if left else length - 1
         assert int(columns.computed[slot]) == computed, f"{name}: KV of {int(columns.computed[slot])} tokens"

@@ -21,7 +21,7 @@ from draftproof.engine.step.device_step import PendingStep
 from draftproof.engine.step.grammar_masks import errors_by_row
 from draftproof.engine.step.step_results import Finish, finish_of
 from draftproof.errors import DEVICE_ERRORS
-from draftproof.types import ENDED, FinishStatus
+from draftproof.types import FINISH_STATUS, FinishStatus
 
 
 class UnreadTokens(NamedTuple):
@@ -49,11 +49,11 @@ class RequestRelease:
 
     def finish_ended(self, step: PendingStep, table: Ints, is_current: Bools) -> dict[int, Finish]:
         """Remove the requests that a step finished; return how each finished, by entry."""
-        if not np.count_nonzero(table[:, ENDED]):
+        if not np.count_nonzero(table[:, FINISH_STATUS]):
             return {}
         sampled, finishes, completed = step.tensors.sampled, {}, []
         errors = sampled.errors if sampled else {}
-        ended = np.flatnonzero(is_current & (table[:, ENDED] > 0))
+        ended = np.flatnonzero(is_current & (table[:, FINISH_STATUS] > 0))
         for b, line in zip(ended.tolist(), table[ended].tolist(), strict=True):
             sequence = step.planned.sequences[b]
             own_errors = errors_by_row(line, errors, step.grammar_errors.get(b))
@@ -61,7 +61,7 @@ class RequestRelease:
             if finish.reason != "error":
                 completed.append(sequence)
                 continue
-            if line[ENDED] == FinishStatus.NOT_FINITE:  # its KV must not be reused
+            if line[FINISH_STATUS] == FinishStatus.NOT_FINITE:  # its KV must not be reused
                 self._scheduler.pages.unpublish(sequence.pages)
             self.remove(sequence)
         self._finish(completed)

@@ -22,7 +22,7 @@ from draftproof.ops import Ops
 from draftproof.types import MAX_NAMED_IDS, LogitAdjust, Request, SlotColumns
 
 INTS = (
-    *("length", "prompt_len", "computed", "ended", "num_draft", "top_k", "seed"),
+    *("length", "prompt_len", "computed", "finish_status", "num_draft", "top_k", "seed"),
     *("min_length", "max_length", "adjust", "logprob_kind", "draft_kind", "strategy"),
 )
 REALS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")

@@ -27,7 +27,7 @@ from draftproof.engine.drafting.policy import DraftModel, DraftPolicy, DraftRun,
 from draftproof.engine.drafting.run_ahead_depth import StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.sampling_params import SamplingParams
-from draftproof.types import ENDED, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, FinishStatus
+from draftproof.types import FINISH_STATUS, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, FinishStatus
 
 K = 4
 FLAT = {1: 1.0, 8: 1.0, 64: 1.0}  # rows are free
@@ -67,7 +67,7 @@ class Steps:
         decision = self.policy.decide(self.slots, None, keys=100)
         drafts = decision.drafts.copy()
         table = np.zeros((self.count, 6), np.int64)
-        table[:, NUM_DRAFT], table[:, ENDED] = np.minimum(drafts, drafted), ended
+        table[:, NUM_DRAFT], table[:, FINISH_STATUS] = np.minimum(drafts, drafted), ended
         table[:, NUM_ACCEPTED] = np.floor(accepted * table[:, NUM_DRAFT])
         table[:, NUM_OUT] = 1 + table[:, NUM_ACCEPTED]
         plan = SimpleNamespace(

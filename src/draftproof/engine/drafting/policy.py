@@ -28,7 +28,7 @@ from draftproof.engine.drafting.run_ahead_depth import RunAhead, StepTimes
 from draftproof.engine.drafting.step_cost import StepCost
 from draftproof.engine.sequence import StepPlan
 from draftproof.propose.base import Proposer
-from draftproof.types import ENDED, NO_DRAFT_COSTS, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, DraftCosts
+from draftproof.types import FINISH_STATUS, NO_DRAFT_COSTS, NUM_ACCEPTED, NUM_DRAFT, NUM_OUT, DraftCosts
 
 MEAN_RATE = 1 / 32  # weight of a step in the means of tokens and seconds
 MAX_MEAN_FACTOR = 3.0  # times the mean: larger values count as that
@@ -230,7 +230,7 @@ class DraftPolicy:
     def _observe_sources(self, step: StepObservation, is_model: Bools) -> None:
         """Record which windows were copies, and the accepted drafts of those that began with the model's."""
         table, granted = step.table, step.plan.drafts
-        continues = step.is_current & (granted > 0) & (table[:, ENDED] == 0)
+        continues = step.is_current & (granted > 0) & (table[:, FINISH_STATUS] == 0)
         is_copy = ((table[:, NUM_ACCEPTED] >= granted) & ~is_model)[continues]
         if not len(is_copy):
             return

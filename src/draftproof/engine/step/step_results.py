@@ -19,7 +19,7 @@ from draftproof.errors import NO_TOKEN_LEFT, EngineClosedError, RequestError
 from draftproof.outputs import DraftColumns, DraftRecord, FinishReason, LogprobRow
 from draftproof.sampling_params import SamplingParams, top_of
 from draftproof.types import (
-    ENDED,
+    FINISH_STATUS,
     FIRST_ROW,
     MAX_NAMED_IDS,
     NUM_ACCEPTED,
@@ -255,7 +255,7 @@ def has_long_logprobs(params: SamplingParams, vocab: int) -> bool:
 
 def finish_of(request: Request, line: Sequence[int], errors: Mapping[int, str]) -> Finish:
     """Return how a request finished by its line of the outcome table; `errors` by logits row."""
-    ended = line[ENDED]
+    ended = line[FINISH_STATUS]
     if ended == FinishStatus.LENGTH:
         return FINISHED_BY_LENGTH
     if ended == FinishStatus.STOP:

@@ -182,7 +182,7 @@ def fake_requests(
     columns, k = runner.slots.columns, runner.slots.columns.draft.shape[1]
     max_len = columns.tokens.shape[1]
     size = max(0, min(entries, len(rows.slots))) if max_len > 2 else 0
-    values = {"length": 2, "computed": 1, "ended": int(FinishStatus.RUNNING), "seed": -1}
+    values = {"length": 2, "computed": 1, "finish_status": int(FinishStatus.RUNNING), "seed": -1}
     values["max_length"] = min(k + 4, max_len)
     values |= dict.fromkeys(("page_table", "num_draft", "draft"), 0)
     lines = [(getattr(columns, name), value) for name, value in values.items()]

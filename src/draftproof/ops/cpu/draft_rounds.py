@@ -79,7 +79,7 @@ class CpuRounds(TorchRounds):
         size = len(slots)
         each = np.zeros((2, size), np.int64)  # count, last token
         lines = np.zeros((4, rounds, size), np.int64)  # slots, output index, positions, KV index
-        given = columns.tokens, columns.length, columns.prompt_len, columns.max_length, columns.ended
+        given = columns.tokens, columns.length, columns.prompt_len, columns.max_length, columns.finish_status
         inputs = [part.numpy() for part in (*given, columns.page_table, slots, budget, last)]
         _plan_draft_rows(*inputs, lag, page_size, each, lines)
         tokens = slots.new_zeros((columns.draft.shape[1], size))

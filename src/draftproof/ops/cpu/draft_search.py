@@ -46,7 +46,7 @@ class CpuSearch(DraftSearchOps):
         columns, slots, budget = batch.columns, batch.slots, batch.budget
         tokens = np.zeros((len(slots), columns.draft.shape[1]), np.int64)
         count, matched = np.zeros((2, len(slots)), np.int64)
-        inputs = [x.numpy() for x in (columns.tokens, columns.length, columns.ended, slots, budget)]
+        inputs = [x.numpy() for x in (columns.tokens, columns.length, columns.finish_status, slots, budget)]
         _ngram(*inputs, min_match, max_match, tokens, count, matched)
         return torch.from_numpy(tokens), torch.from_numpy(count), torch.from_numpy(matched)
 
@@ -59,7 +59,7 @@ class CpuSearch(DraftSearchOps):
         count = np.zeros(number, np.int64) if begun is None else begun[1].numpy().copy()
         expected = np.zeros(number, np.int64)
         _suffix(
-            columns.tokens.numpy(), columns.length.numpy(), columns.ended.numpy(),
+            columns.tokens.numpy(), columns.length.numpy(), columns.finish_status.numpy(),
             slots.numpy(), budget.numpy(),
             pool.tokens.numpy(), pool.filled.numpy(), pool.owner.numpy(), pool.weight.numpy(),
             pool.used.numpy(), pool.table.numpy(), pool.slot_owner.numpy(), pool.clock.numpy(),

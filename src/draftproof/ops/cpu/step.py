@@ -18,7 +18,7 @@ from draftproof.ops.cpu.jit.parallel_compile import LoopCompilation
 from draftproof.types import Choice, Draft, FinishStatus, Outcome, PlanColumns, SlotColumns, Windows
 
 # numba caches compiled loops by this file alone, so constants of `types` are repeated here
-NUM_OUT, NUM_DRAFT, NUM_ACCEPTED, ENDED, FIRST_ROW, PICK, TOKENS = range(7)
+NUM_OUT, NUM_DRAFT, NUM_ACCEPTED, FINISH_STATUS, FIRST_ROW, PICK, TOKENS = range(7)
 RUNNING, STOP, LENGTH = 0, 1, 2
 assert (RUNNING, STOP, LENGTH) == (FinishStatus.RUNNING, FinishStatus.STOP, FinishStatus.LENGTH)
 assert (NUM_OUT, PICK, TOKENS) == (types.NUM_OUT, types.PICK, types.TOKENS)
@@ -53,7 +53,9 @@ class CpuStep(StepOps):
         logprobs = (none if draft.logprobs is None else draft.logprobs).float().contiguous()
         sources = (none if draft.sources is None else draft.sources).to(torch.int8).contiguous()
         _store_drafts(
-            *_arrays(columns.length, columns.max_length, columns.ended, columns.num_draft, columns.draft),
+            *_arrays(
+                columns.length, columns.max_length, columns.finish_status, columns.num_draft, columns.draft
+            ),
             *_arrays(columns.draft_logprob, columns.draft_source, slots, budget),
             *_arrays(draft.tokens.contiguous(), draft.count.contiguous(), logprobs, sources),
             columns.ends.shape[1],
@@ -64,7 +66,7 @@ def _layout_arrays(plan: PlanColumns, columns: SlotColumns, out: Layout) -> list
     rows, windows = out.rows, out.windows
     return [
         *_arrays(plan.slots, plan.chunk, plan.drafts),
-        *_arrays(columns.tokens, columns.length, columns.prompt_len, columns.computed, columns.ended),
+        *_arrays(columns.tokens, columns.length, columns.prompt_len, columns.computed, columns.finish_status),
         *_arrays(columns.draft, columns.num_draft, columns.page_table),
         *_arrays(rows.tokens, rows.positions, rows.slots, rows.kv_index),
         *_arrays(windows.slots, windows.first, windows.num_draft),
@@ -76,7 +78,8 @@ def _commit_arrays(plan: PlanColumns, windows: Windows) -> list[Any]:
     c = windows.columns
     return [
         *_arrays(plan.slots, plan.chunk, windows.slots, windows.first, windows.num_draft, windows.draft),
-        *_arrays(c.tokens, c.length, c.computed, c.ended, c.num_draft, c.max_length, c.logprob_kind, c.ends),
+        *_arrays(c.tokens, c.length, c.computed, c.finish_status, c.num_draft, c.max_length),
+        *_arrays(c.logprob_kind, c.ends),
     ]
 
 
@@ -168,7 +171,7 @@ def _commit(  # type: ignore[no-untyped-def]
         slot_drafts[s] = 0
         ended[s] = end
         table[b, NUM_OUT], table[b, NUM_DRAFT] = out, num_draft[b]
-        table[b, NUM_ACCEPTED], table[b, ENDED] = min(accepted, out), end
+        table[b, NUM_ACCEPTED], table[b, FINISH_STATUS] = min(accepted, out), end
         table[b, FIRST_ROW] = first[b]
         if logprob_kind[s] > 0 and out > 0:
             table[b, PICK] = picks

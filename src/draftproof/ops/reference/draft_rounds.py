@@ -44,7 +44,7 @@ class ReferenceRounds(DraftRoundOps):
         owners = slots.new_full((rounds, size), -1)
         output_index, positions, kv_index = (slots.new_zeros((rounds, size)) for _ in range(3))
         for b, slot in enumerate(slots.tolist()):
-            if slot < 0 or last[b] < 0 or columns.ended[slot] != FinishStatus.RUNNING:
+            if slot < 0 or last[b] < 0 or columns.finish_status[slot] != FinishStatus.RUNNING:
                 continue
             length = int(columns.length[slot])
             room = int(columns.max_length[slot]) - length - 1

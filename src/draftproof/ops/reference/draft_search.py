@@ -52,7 +52,7 @@ class ReferenceSearch(DraftSearchOps):
         tokens = torch.zeros((len(slots), columns.draft.shape[1]), dtype=torch.int64)
         count, matched = torch.zeros((2, len(slots)), dtype=torch.int64)
         for b, (slot, wanted) in enumerate(zip(slots.tolist(), budget.tolist(), strict=True)):
-            if slot < 0 or wanted == 0 or columns.ended[slot] != FinishStatus.RUNNING:
+            if slot < 0 or wanted == 0 or columns.finish_status[slot] != FinishStatus.RUNNING:
                 continue
             text = columns.tokens[slot, : int(columns.length[slot])].tolist()
             at, n = _latest_match(text, min_match, max_match)
@@ -74,7 +74,7 @@ class ReferenceSearch(DraftSearchOps):
         for b, (slot, wanted) in enumerate(zip(slots.tolist(), budget.tolist(), strict=True)):
             had = 0 if begun is None else int(begun[1][b])
             count[b] = had
-            if slot < 0 or wanted <= had or columns.ended[slot] != FinishStatus.RUNNING:
+            if slot < 0 or wanted <= had or columns.finish_status[slot] != FinishStatus.RUNNING:
                 continue
             text = columns.tokens[slot, : int(columns.length[slot])].tolist() + tokens[b, :had].tolist()
             matches = _own_matches(text, options.min_match)

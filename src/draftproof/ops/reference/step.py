@@ -25,7 +25,7 @@ class ReferenceStep(StepOps):
         row = logits_row = 0
         for b, slot in enumerate(plan.slots.tolist()):
             windows.slots[b], windows.first[b], windows.num_draft[b] = -1, logits_row, 0
-            if slot < 0 or columns.ended[slot] != FinishStatus.RUNNING:
+            if slot < 0 or columns.finish_status[slot] != FinishStatus.RUNNING:
                 continue
             length, computed = int(columns.length[slot]), int(columns.computed[slot])
             chunk = int(plan.chunk[b])
@@ -86,10 +86,10 @@ class ReferenceStep(StepOps):
             columns.length[slot] = old + kept
             columns.computed[slot] = old + kept - 1
             columns.num_draft[slot] = 0
-            columns.ended[slot] = ended
+            columns.finish_status[slot] = ended
             table[b, types.NUM_OUT], table[b, types.NUM_DRAFT] = kept, num_draft
             table[b, types.NUM_ACCEPTED] = min(accepted, kept)
-            table[b, types.ENDED], table[b, types.FIRST_ROW] = ended, first
+            table[b, types.FINISH_STATUS], table[b, types.FIRST_ROW] = ended, first
             if columns.logprob_kind[slot] > 0 and kept:
                 table[b, types.PICK] = picks
                 for depth in range(kept):
@@ -107,7 +107,7 @@ class ReferenceStep(StepOps):
                 legal += 1
             room = max(0, int(columns.max_length[slot] - columns.length[slot]) - 1)
             count = max(0, min(int(draft.count[b]), int(budget[b]), legal, room))
-            columns.num_draft[slot] = count if columns.ended[slot] == FinishStatus.RUNNING else 0
+            columns.num_draft[slot] = count if columns.finish_status[slot] == FinishStatus.RUNNING else 0
             for j, token in enumerate(tokens):
                 columns.draft[slot, j] = min(max(token, 0), vocab - 1)
                 columns.draft_logprob[slot, j] = math.nan if draft.logprobs is None else draft.logprobs[b, j]

@@ -52,7 +52,7 @@ class TorchRounds(DraftRoundOps):
         safe_slot = slots.clamp(min=0)
         length = columns.length[safe_slot]
         room = columns.max_length[safe_slot] - length - 1
-        live = (slots >= 0) & (last >= 0) & (columns.ended[safe_slot] == FinishStatus.RUNNING)
+        live = (slots >= 0) & (last >= 0) & (columns.finish_status[safe_slot] == FinishStatus.RUNNING)
         count = torch.where(live, torch.minimum(budget, room), 0).clamp(0, rounds)
         j = torch.arange(rounds, device=slots.device)[:, None]
         on = count > j  # [rounds, B]

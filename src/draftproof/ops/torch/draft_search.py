@@ -43,7 +43,7 @@ class TorchSearch(DraftSearchOps):
         index, matched = _matched_before(tokens, length, max_match)
         best, _ = matched.max(1)
         at = (torch.where(matched == best[:, None], index, 0)).amax(1)  # the latest of the longest matches
-        found = (best >= min_match) & (slots >= 0) & (columns.ended[line] == FinishStatus.RUNNING)
+        found = (best >= min_match) & (slots >= 0) & (columns.finish_status[line] == FinishStatus.RUNNING)
         count, best = torch.where(found, budget, 0), torch.where(found & (budget > 0), best, 0)
         ahead = torch.arange(columns.draft.shape[1], device=line.device)
         period = (length - at).clamp(min=1)
@@ -60,7 +60,7 @@ class TorchSearch(DraftSearchOps):
         had = torch.zeros_like(slots)
         if begun is not None:
             out, had = begun[0].clone(), begun[1]
-        live = (slots >= 0) & (budget > had) & (columns.ended[slot] == FinishStatus.RUNNING)
+        live = (slots >= 0) & (budget > had) & (columns.finish_status[slot] == FinishStatus.RUNNING)
         room = torch.where(live, budget.clamp(max=k) - had, 0)
         text, size = _texts(columns, slot, out, had)
         at, matched = _own_matches(text, size, options.min_match)

@@ -32,7 +32,7 @@ class TorchStep(StepOps):
     def layout(self, plan: PlanColumns, columns: SlotColumns, page_size: int, out: Layout) -> None:
         rows, windows = out.rows, out.windows
         safe_slot = plan.slots.clamp(min=0)
-        live = (plan.slots >= 0) & (columns.ended[safe_slot] == FinishStatus.RUNNING)
+        live = (plan.slots >= 0) & (columns.finish_status[safe_slot] == FinishStatus.RUNNING)
         length, computed = columns.length[safe_slot], columns.computed[safe_slot]
         fresh = torch.where(plan.chunk > 0, plan.chunk, length - computed)
         reaches = live & (computed + fresh == length)
@@ -103,14 +103,14 @@ class TorchStep(StepOps):
         columns.length[here] = (length + num_out)[real]
         columns.computed[here] = (length + num_out - 1)[real]
         columns.num_draft[here] = 0
-        columns.ended[here] = ended[real]
+        columns.finish_status[here] = ended[real]
         columns.computed[there] += plan.chunk[(plan.slots >= 0) & ~real]
 
         picked = torch.where(columns.logprob_kind[safe_slot] > LogprobKind.NONE, num_out, 0)
         table = out.table
         table.zero_()
         table[:, types.NUM_OUT], table[:, types.NUM_DRAFT] = num_out, torch.where(real, windows.num_draft, 0)
-        table[:, types.NUM_ACCEPTED], table[:, types.ENDED] = torch.minimum(accepted, num_out), ended
+        table[:, types.NUM_ACCEPTED], table[:, types.FINISH_STATUS] = torch.minimum(accepted, num_out), ended
         table[:, types.FIRST_ROW] = torch.where(real, windows.first, 0)
         table[:, types.PICK] = torch.where(picked > 0, picked.cumsum(0) - picked, 0)
         table[:, types.TOKENS :] = torch.where(kept, tokens, 0)
@@ -129,7 +129,9 @@ class TorchStep(StepOps):
         room = (columns.max_length[safe_slot] - columns.length[safe_slot] - 1).clamp(min=0)
         count = torch.minimum(torch.minimum(count[real], legal), torch.minimum(budget[real], room))
         count = count.clamp(min=0)
-        columns.num_draft[safe_slot] = torch.where(columns.ended[safe_slot] == FinishStatus.RUNNING, count, 0)
+        columns.num_draft[safe_slot] = torch.where(
+            columns.finish_status[safe_slot] == FinishStatus.RUNNING, count, 0
+        )
         columns.draft[safe_slot] = tokens.clamp(0, vocab - 1)  # tokens beyond num_draft may still be read
         own, sources = draft.logprobs, draft.sources
         columns.draft_logprob[safe_slot] = math.nan if own is None else own.to(device)[real]

@@ -138,8 +138,8 @@ class TritonRounds(TorchRounds):
         out = self._launch.empty((2 + 4 * rounds + depth, plane), torch.int64)
         entries = min(64, next_power_of_two(size))
         plan_draft_rows_kernel[(triton.cdiv(size, entries),)](
-            slots, budget, last, columns.length, columns.max_length, columns.prompt_len, columns.ended,
-            columns.tokens, columns.page_table, out, size, columns.tokens.shape[1],
+            slots, budget, last, columns.length, columns.max_length, columns.prompt_len,
+            columns.finish_status, columns.tokens, columns.page_table, out, size, columns.tokens.shape[1],
             columns.page_table.shape[1], rounds, depth, plane, lag,
             PAGE=page_size, NUM_ENTRIES=entries, **launch_options(self._launch.pdl, num_warps=1),
         )  # fmt: skip

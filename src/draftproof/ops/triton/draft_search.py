@@ -42,8 +42,8 @@ class TritonSearch(DraftSearchOps):
         k, max_len = columns.draft.shape[1], columns.tokens.shape[1]
         tokens, counts, matched = self._drafts(batch)
         kernels.ngram_kernel[(len(slots),)](
-            slots, batch.budget, columns.ended, columns.length, columns.tokens, tokens, counts, matched,
-            max_len, k, min_match, LARGEST=max_match, DEPTHS=next_power_of_two(k),
+            slots, batch.budget, columns.finish_status, columns.length, columns.tokens, tokens, counts,
+            matched, max_len, k, min_match, LARGEST=max_match, DEPTHS=next_power_of_two(k),
             BLOCK=min(kernels.BLOCK, next_power_of_two(max_len)),
             **launch_options(self._launch.pdl, num_warps=8),
         )  # fmt: skip
@@ -61,10 +61,10 @@ class TritonSearch(DraftSearchOps):
             check_columns("drafts begun", (prefix.view(-1),), len(slots) * k)
             check_columns("drafts begun", (prefix_count,), len(slots))
         kernels.suffix_kernel[(len(slots),)](
-            slots, batch.budget, columns.ended, columns.length, columns.tokens, prefix, prefix_count,
-            pool.tokens, pool.filled, pool.owner, pool.weight, pool.used, pool.table, pool.slot_owner,
-            pool.clock, tokens, counts, expected, max_len, k, pool.tokens.shape[1], pool.table.shape[1],
-            options.min_match, options.match_prior, options.min_prob,
+            slots, batch.budget, columns.finish_status, columns.length, columns.tokens, prefix,
+            prefix_count, pool.tokens, pool.filled, pool.owner, pool.weight, pool.used, pool.table,
+            pool.slot_owner, pool.clock, tokens, counts, expected, max_len, k, pool.tokens.shape[1],
+            pool.table.shape[1], options.min_match, options.match_prior, options.min_prob,
             HAS_PREFIX=begun is not None, DRAFTS=next_power_of_two(k),
             BLOCK=min(kernels.BLOCK, next_power_of_two(max_len + k)),
             **launch_options(self._launch.pdl, num_warps=8),

@@ -15,7 +15,7 @@ from draftproof.types import FinishStatus
 
 STOP, LENGTH = tl.constexpr(int(FinishStatus.STOP)), tl.constexpr(int(FinishStatus.LENGTH))
 NUM_OUT, NUM_DRAFT = tl.constexpr(types.NUM_OUT), tl.constexpr(types.NUM_DRAFT)
-NUM_ACCEPTED, ENDED = tl.constexpr(types.NUM_ACCEPTED), tl.constexpr(types.ENDED)
+NUM_ACCEPTED, FINISH_STATUS = tl.constexpr(types.NUM_ACCEPTED), tl.constexpr(types.FINISH_STATUS)
 FIRST_ROW, PICK = tl.constexpr(types.FIRST_ROW), tl.constexpr(types.PICK)
 TOKENS = tl.constexpr(types.TOKENS)
 PICK_BLOCK = 1024  # entries of pick_rows that one store fills
@@ -63,7 +63,7 @@ def _store_outcome(
     tl.store(table_row + NUM_OUT, num_out, mask=in_batch)
     tl.store(table_row + NUM_DRAFT, count, mask=in_batch)
     tl.store(table_row + NUM_ACCEPTED, tl.minimum(accepted, num_out), mask=in_batch)
-    tl.store(table_row + ENDED, ended, mask=in_batch)
+    tl.store(table_row + FINISH_STATUS, ended, mask=in_batch)
     tl.store(table_row + FIRST_ROW, first, mask=in_batch)
     tl.store(table_row + PICK, pick, mask=in_batch)
     written = tl.where(depth < num_out[:, None], output, 0)

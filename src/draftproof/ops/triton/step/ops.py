@@ -41,7 +41,7 @@ class TritonStep(StepOps):
         k, padding_programs = columns.draft.shape[1], triton.cdiv(max(count, logits), layout.BLOCK)
         layout.layout_kernel[(entries + padding_programs,)](
             plan.slots, plan.chunk, plan.drafts,
-            columns.ended, columns.length, columns.computed, columns.num_draft, columns.prompt_len,
+            columns.finish_status, columns.length, columns.computed, columns.num_draft, columns.prompt_len,
             columns.tokens, columns.draft, columns.page_table,
             rows.tokens, rows.positions, rows.slots, rows.kv_index,
             windows.slots, windows.first, windows.num_draft, *each,
@@ -68,7 +68,7 @@ class TritonStep(StepOps):
             plan.slots, plan.chunk, windows.slots, windows.first, windows.num_draft,
             windows.draft, choice.token, bad if accept is None else accept.view(torch.uint8),
             bad if recovered is None else recovered, bad,
-            columns.tokens, columns.length, columns.computed, columns.num_draft, columns.ended,
+            columns.tokens, columns.length, columns.computed, columns.num_draft, columns.finish_status,
             columns.max_length, columns.logprob_kind, columns.ends.view(torch.uint8),
             out.table, out.pick_rows, out.pick_tokens,
             entries, len(bad), len(out.pick_rows), columns.ends.shape[1], columns.tokens.shape[1], k,
@@ -95,9 +95,9 @@ class TritonStep(StepOps):
         tokens = draft.tokens.to(columns.draft.device, torch.int64)
         store_drafts_kernel[(len(slots),)](
             slots, budget, tokens, on_device(draft.count, torch.int64), logprobs, sources,
-            columns.draft, columns.num_draft, columns.draft_logprob, columns.draft_source, columns.ended,
-            columns.length, columns.max_length, columns.ends.shape[1], shape[1], *tokens.stride(),
-            *logprobs.stride(),
+            columns.draft, columns.num_draft, columns.draft_logprob, columns.draft_source,
+            columns.finish_status, columns.length, columns.max_length, columns.ends.shape[1], shape[1],
+            *tokens.stride(), *logprobs.stride(),
             LOGPROBS=draft.logprobs is not None, SOURCES=draft.sources is not None,
             DEPTHS=next_power_of_two(shape[1]), **launch_options(self._launch.pdl, num_warps=1),
         )  # fmt: skip
