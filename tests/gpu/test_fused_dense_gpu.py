@@ -15,13 +15,14 @@ from torch import Tensor
 from draftproof import LLM, SamplingParams
 from draftproof.models.layers import run_layers
 from draftproof.ops import Attention, AttentionShape, Layer, Mlp, Rows, resolve
+from one_row import MAX_TOKENS, PAGE, make_rows, randn
 
 PROGRAMS = 128  # of the kernel
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
 )
 
-BF16, EPS, PAGE, MAX_TOKENS, NUM_LAYERS = torch.bfloat16, 1e-6, 16, 8192, 3
+BF16, EPS, NUM_LAYERS = torch.bfloat16, 1e-6, 3
 
 
 class Size(NamedTuple):
@@ -58,11 +59,6 @@ def ops() -> Iterator[Any]:
     yield resolve("triton", torch.device("cuda"))
 
 
-def randn(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda").to(BF16)
-
-
 def make_layers(ops: Any, name: str) -> list[Layer]:
     """Return random layers."""
     size = SIZES[name]
@@ -87,19 +83,6 @@ def make_layers(ops: Any, name: str) -> list[Layer]:
         outputs = (norm(hidden, seed + 6), norm(hidden, seed + 7)) if size.output_norms else (None, None)
         made.append(Layer(norm(hidden, seed + 8), attention, norm(hidden, seed + 10), mlp, *outputs))
     return made
-
-
-def make_rows(position: int, slot: int = 1) -> Rows:
-    """Return a row of slot 1, whose pages are in random order; slot -1: padding."""
-    pages = MAX_TOKENS // PAGE
-    generator = torch.Generator().manual_seed(3)
-    table = (1 + torch.randperm(2 * pages, generator=generator).to(torch.int32)).view(2, pages).cuda()
-
-    def column(value: int) -> Tensor:
-        return torch.tensor([value], device="cuda")
-
-    index = int(table[1, position // PAGE]) * PAGE + position % PAGE
-    return Rows(column(0), column(position), column(slot), column(index), table)
 
 
 def make_caches(layers: list[Layer], rows: Rows, position: int) -> list[Tensor]:

@@ -15,13 +15,13 @@ from torch import Tensor
 from draftproof import LLM, SamplingParams
 from draftproof.models.layers import run_layers
 from draftproof.ops import Attention, AttentionShape, Layer, Moe, Routing, Rows, resolve
+from one_row import MAX_TOKENS, PAGE, make_rows, randn
 
-LOGITS = 5  # index of the logits in the scratch of the kernel
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
 )
 
-BF16, EPS, PAGE, MAX_TOKENS, NUM_LAYERS = torch.bfloat16, 1e-6, 16, 8192, 3
+BF16, EPS, NUM_LAYERS = torch.bfloat16, 1e-6, 3
 # hidden, experts, experts of a token, columns of an expert, query heads, KV heads
 SIZES = {
     "qwen3-30b-a3b": (2048, 128, 8, 768, 32, 4),
@@ -37,11 +37,6 @@ POSITIONS = (0, 1, 63, 64, 127, 128, 150, 255, 256, 700, 5000)
 @pytest.fixture(scope="module")
 def ops() -> Iterator[Any]:
     yield resolve("triton", torch.device("cuda"))
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda").to(BF16)
 
 
 def make_layers(ops: Any, name: str, qk_norms: bool = True, normalize: bool = True) -> list[Layer]:
@@ -68,19 +63,6 @@ def make_layers(ops: Any, name: str, qk_norms: bool = True, normalize: bool = Tr
         )
         made.append(Layer(norm(hidden, seed + 7), attention, norm(hidden, seed + 8), moe))
     return made
-
-
-def make_rows(position: int, slot: int = 1) -> Rows:
-    """Return a row of slot 1, whose pages are in random order; slot -1: padding."""
-    pages = MAX_TOKENS // PAGE
-    generator = torch.Generator().manual_seed(3)
-    table = (1 + torch.randperm(2 * pages, generator=generator).to(torch.int32)).view(2, pages).cuda()
-
-    def column(value: int) -> Tensor:
-        return torch.tensor([value], device="cuda")
-
-    index = int(table[1, position // PAGE]) * PAGE + position % PAGE
-    return Rows(column(0), column(position), column(slot), column(index), table)
 
 
 def make_caches(layers: list[Layer]) -> list[Tensor]:
@@ -123,6 +105,8 @@ def test_bits_are_those_of_separate_ops(ops: Any, name: str, qk_norms: bool, nor
 
 def test_logits_that_are_read_before_they_are_stored_are_detected(ops: Any) -> None:
     """Control: logits that are not UNSET at the start of a launch seem to be stored already."""
+    from draftproof.ops.triton.fused_moe.launcher import LOGITS
+
     layers, rows = make_layers(ops, "qwen3-30b-a3b"), make_rows(150)
     want = run(ops, layers, rows, make_caches(layers), fused=False)
     assert torch.equal(run(ops, layers, rows, make_caches(layers), fused=True)[1], want[1])

@@ -9,21 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-def arrive_ptx(count: str) -> tl.constexpr:
-    """Return the assembly with which the first thread of a program adds `count` to the counter at $1."""
-    return tl.constexpr(
-        f"""{{
-        .reg .pred first; .reg .u32 id;
-        mov.u32 id, %tid.x;
-        setp.eq.u32 first, id, 0;
-        @first red.release.gpu.global.add.u32 [$1], {count};
-        mov.u32 $0, 0;
-        }}"""
-    )
-
-
-ARRIVE_PTX = arrive_ptx("1")
+# The first thread of a program adds 1 to the counter at $1.
+ARRIVE_PTX = tl.constexpr(
+    """{
+    .reg .pred first; .reg .u32 id;
+    mov.u32 id, %tid.x;
+    setp.eq.u32 first, id, 0;
+    @first red.release.gpu.global.add.u32 [$1], 1;
+    mov.u32 $0, 0;
+    }"""
+)
 # The first thread of a program waits until the counter at $1 has reached $2.
 WAIT_PTX = tl.constexpr(
     """{

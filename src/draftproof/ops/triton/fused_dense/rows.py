@@ -16,23 +16,24 @@ from draftproof.ops.triton.attention.kv_rings import thread_barrier
 from draftproof.ops.triton.one_row.ring import (
     BF16,
     CHUNK,
-    COLUMN,
-    LEFT,
-    MMA,
     MMA_COLUMNS,
-    MMA_ROWS,
     PRODUCT,
-    RIGHT,
     ROWS_LAYOUT,
     STAGE_ROWS,
     WEIGHT,
     blocks_of,
     lines_of,
     release,
+    repeated_column,
     store_lines,
     wait_full,
 )
 
+# Result [copies, columns] of a product with few columns, the row and the weight.
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]), 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]), 2))
+MMA_ROWS = gl.constexpr(16)  # rows of the left operand: the minimum of the tensor core
 FEW_COLUMNS = gl.constexpr(32)  # columns of a block whose product has the row as its left operand
 PIECE = gl.constexpr(1024)  # elements of a row that are copied together: 16 bytes a thread
 PIECE_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
@@ -115,9 +116,7 @@ def load_operands(lines, blocks, full, index, i, N: gl.constexpr, STAGES: gl.con
         row = gl.broadcast(row, gl.zeros([MMA_ROWS, WIDTH], BF16, LEFT))[0]
         return row, block.permute((1, 0)).load(RIGHT)
     else:
-        row = line.load(gl.SliceLayout(1, COLUMN))[:, None]
-        row = gl.broadcast(row, gl.zeros([WIDTH, MMA_COLUMNS], BF16, COLUMN))[0]
-        return block.load(WEIGHT), row
+        return block.load(WEIGHT), repeated_column(line)
 
 
 @gluon.jit

@@ -9,20 +9,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from draftproof.ops.triton.attention.kv_rings import thread_barrier
-from draftproof.ops.triton.fused.barrier import WAIT_PTX, arrive_ptx
+from draftproof.ops.triton.fused.barrier import ARRIVE_PTX, WAIT_PTX
 
-ARRIVE_COUNT_PTX = arrive_ptx("$2")
 NUM_COUNTERS = gl.constexpr(4)  # arrivals, programs that have ended, and two for the use of the kernel
 FREE_COUNTERS = gl.constexpr(2)  # index of the first of those two
 COUNTER_STRIDE = gl.constexpr(32)  # int32 elements, so that counters are on different cache lines
 
 
 @gluon.jit
-def arrive(counter, count):
-    """Add `count` arrivals with release semantics: the stores of this program precede them."""
+def arrive(counter):
+    """Add an arrival with release semantics: the stores of this program precede it."""
     thread_barrier()
     gl.inline_asm_elementwise(
-        ARRIVE_COUNT_PTX, "=r,l,r", [counter.to(gl.int64), count], dtype=gl.int32, is_pure=False, pack=1
+        ARRIVE_PTX, "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -39,7 +38,7 @@ def wait(counter, goal):
 def synchronise(counter, goal):
     """Arrive and wait until every program has arrived; return the new goal."""
     goal += gl.num_programs(0)
-    arrive(counter, 1)
+    arrive(counter)
     wait(counter, goal)
     return goal
 

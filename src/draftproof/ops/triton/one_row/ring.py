@@ -28,11 +28,6 @@ PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 WEIGHT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 COLUMN = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 MMA_COLUMNS = gl.constexpr(8)  # columns of the right operand: the minimum of the tensor core
-# Result [copies, columns] of a product with few columns, the row and the weight.
-MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]), 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]), 2))
-MMA_ROWS = gl.constexpr(16)  # rows of the left operand: the minimum of the tensor core
 
 
 @gluon.jit
